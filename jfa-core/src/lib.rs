@@ -1,0 +1,34 @@
+//! What attention over jagged tensors *is*: the packed layout, the problem description, the trait every backend
+//! implements, the rules by which one is chosen, a fast CPU backend and an fp64 oracle. No GPU code lives here.
+//!
+//! A *jagged* tensor stores sequences of different lengths one after another, without padding: sequence `b` is rows
+//! `offsets[b] .. offsets[b + 1]` of a `[rows, heads, dim]` buffer.
+//!
+//! The life of a computation:
+//!
+//! 1. describe it: [`Problem`] (types, dimensions, masks, capacities);
+//! 2. choose who computes it: [`registry::Registry`] and [`registry::Selection`];
+//! 3. make a [`Plan`] from capacities alone (kernels, launch shape, memory needs);
+//! 4. per batch, build its schedule from the offsets ([`Plan::build_schedule`]), once for all layers and both passes;
+//! 5. per layer, [`Plan::forward`] and [`Plan::backward`].
+
+pub mod backend;
+pub mod bias;
+pub mod dtype;
+pub mod error;
+pub mod layout;
+pub mod mask;
+pub mod plan;
+pub mod problem;
+pub mod registry;
+pub mod tensor;
+
+pub use backend::{AttentionBackend, BackendPlan, Capabilities, MemorySpace, Requirements};
+pub use bias::Bias;
+pub use dtype::{DType, IndexType};
+pub use error::{Error, Result};
+pub use layout::Layout;
+pub use mask::{Alignment, Mask};
+pub use plan::{BackwardArgs, Buffer, Call, ForwardArgs, Plan, Stream};
+pub use problem::{Problem, ProblemBuilder, Query};
+pub use tensor::{DataPtr, LseView, TensorView};
