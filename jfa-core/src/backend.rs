@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{Bias, BackwardArgs, Buffer, Call, DType, ForwardArgs, Layout, Mask, Problem, Query, Result, Stream};
+use crate::{Bias, BackwardArgs, Buffer, Call, DType, DeviceMemory, ForwardArgs, Layout, Mask, Problem, Query, Result, Stream};
 
 /// Where a backend's pointers point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -156,6 +156,12 @@ pub trait AttentionBackend: Send + Sync {
 
     /// What it supports.
     fn capabilities(&self) -> &Capabilities;
+
+    /// The memory its pointers belong to, for tools that must allocate there (tests, benchmarks). `None`: plain memory
+    /// of its [`Capabilities::memory_space`], which anyone can allocate.
+    fn memory(&self) -> Option<Arc<dyn DeviceMemory>> {
+        None
+    }
 
     /// Makes a plan from a validated, supported problem. Touches no tensor memory.
     fn plan(&self, problem: &Problem) -> Result<Arc<dyn BackendPlan>>;
