@@ -1,0 +1,175 @@
+// The device schedule: offsets -> sequences and unit lists, longest work first. One cluster, no host copy, O(units).
+//
+//   launch      one cluster of 8 CTAs of 1,024 threads; sequence b belongs to CTA b % 8
+//   count       each thread walks its sequences and counts units per bin of work (local histogram)
+//   scan        every CTA reads all eight histograms through distributed shared memory and derives its own bin bases
+//   scatter     the same walk writes each unit at its place; units of one sequence stay neighbours within a bin
+//   output      header, sequences[batch], forward and backward lists (params.h)
+//   safety      every offset, length and index is clamped into the buffers: bad input can give wrong numbers, never a fault
+#include "params.h"
+#include "ptx/cluster.cuh"
+#include "schedule.cuh"
+
+namespace jfa {
+namespace {
+
+constexpr int threads = 1024;
+constexpr int bins = 1024;
+
+// Linear while it matters, coarse above.
+__device__ int bin_of(long long work) {
+    const long long b = work < 512 ? work : 512 + (work - 512) / 16;
+    return bins - 1 - static_cast<int>(b < bins ? b : bins - 1);  // longest first
+}
+
+__device__ long long entry(const void* offsets, int is_64bit, long long i) {
+    return is_64bit ? static_cast<const long long*>(offsets)[i] : static_cast<const int*>(offsets)[i];
+}
+
+// Rows [start, start + length) of sequence s, inside a buffer of `total` rows.
+struct Rows {
+    int start, length, slot_end;
+};
+__device__ Rows rows_of(const void* offsets, int is_64bit, const int32_t* lengths, long long s, long long total) {
+    long long start = entry(offsets, is_64bit, s), end = entry(offsets, is_64bit, s + 1);
+    start = start < 0 ? 0 : (start > total ? total : start);
+    end = end < start ? start : (end > total ? total : end);
+    long long length = end - start;
+    if (lengths) {
+        const long long given = lengths[s];
+        length = given < 0 ? 0 : (given < length ? given : length);
+    }
+    return {static_cast<int>(start), static_cast<int>(length), static_cast<int>(end)};
+}
+
+__device__ int kv_sequence_of(const JfaScheduleParams& p, int b) {
+    if (!p.kv_index) return b;
+    const int s = p.kv_index[b];
+    return s < 0 ? 0 : (s < p.kv_batch ? s : p.kv_batch - 1);
+}
+
+// Whether sequence b continues the rows and shares the keys of sequence b - 1 (then the two are one to a full mask).
+__device__ bool continues(const JfaScheduleParams& p, int b) {
+    if (b == 0 || kv_sequence_of(p, b) != kv_sequence_of(p, b - 1)) return false;
+    const Rows previous = rows_of(p.q_offsets, p.q_offsets_are_64bit, p.q_lengths, b - 1, p.total_q);
+    const Rows rows = rows_of(p.q_offsets, p.q_offsets_are_64bit, p.q_lengths, b, p.total_q);
+    return previous.start + previous.length == rows.start;
+}
+
+__device__ JfaSequence resolve(const JfaScheduleParams& p, int b) {
+    JfaSequence s = {};
+    if (p.broadcast_q_len >= 0) {
+        s.q_len = p.broadcast_q_len;
+        s.o_row = b * p.broadcast_q_len;
+    } else {
+        const Rows rows = rows_of(p.q_offsets, p.q_offsets_are_64bit, p.q_lengths, b, p.total_q);
+        s.q_row = s.o_row = rows.start;
+        s.q_len = rows.length;
+        if (p.merge_shared_kv) {
+            if (continues(p, b)) {
+                s.q_len = 0;
+            } else {
+                for (int n = b + 1; n < p.batch && continues(p, n); ++n)
+                    s.q_len += rows_of(p.q_offsets, p.q_offsets_are_64bit, p.q_lengths, n, p.total_q).length;
+            }
+        }
+    }
+    s.kv_sequence = kv_sequence_of(p, b);
+    if (p.kv_batch > 0) {
+        const Rows rows = rows_of(p.kv_offsets, p.kv_offsets_are_64bit, p.kv_lengths, s.kv_sequence, p.total_kv);
+        s.kv_row = rows.start;
+        s.kv_len = rows.length;
+    }
+    return s;
+}
+
+// Work of a forward unit in blocks of 64 rows times tiles, plus its fixed part.
+__device__ long long forward_work(const JfaScheduleParams& p, const JfaSequence& s, int first) {
+    const int last = min(first + p.forward_rows, s.q_len) - 1, shift = diagonal_shift(p.mask, s.q_len, s.kv_len);
+    const int lo = first_key(p.mask, first, shift), hi = end_key(p.mask, last, shift, s.kv_len);
+    const int tiles = hi > lo ? (hi - 1) / p.forward_kv_tile - lo / p.forward_kv_tile + 1 : 0;
+    const int blocks = 2 * (last - first) >= p.forward_rows ? 2 : 1;
+    return 1 + static_cast<long long>(blocks) * tiles;
+}
+
+// Calls visit(bin, first unit of a run, units in the run): runs of equal work are counted at once.
+template <class Visit>
+__device__ void forward_runs(const JfaScheduleParams& p, const JfaSequence& s, Visit visit) {
+    const int units = (s.q_len + p.forward_rows - 1) / p.forward_rows;
+    if (units == 0) return;
+    if (p.mask.left < 0 && p.mask.right < 0) {
+        if (units > 1) visit(bin_of(forward_work(p, s, 0)), 0, units - 1);
+        visit(bin_of(forward_work(p, s, (units - 1) * p.forward_rows)), units - 1, 1);
+    } else {
+        for (int u = 0; u < units; ++u) visit(bin_of(forward_work(p, s, u * p.forward_rows)), u, 1);
+    }
+}
+
+struct SharedMemory {
+    int histogram[bins];
+    int cursor[bins];
+    int warp_sum[32];
+    int total;
+};
+
+// Turns the cluster's histograms into this CTA's place of each bin; returns the number of units of the whole cluster.
+__device__ int place_bins(SharedMemory& shared, int rank, int size) {
+    ptx::cluster_sync();
+    const int t = threadIdx.x, lane = t % 32, warp = t / 32;
+    int before = 0, sum = 0;
+    for (int r = 0; r < size; ++r) {
+        const int n = ptx::load_cluster_i32(ptx::map_to_rank(&shared.histogram[t], r));
+        before += r < rank ? n : 0;
+        sum += n;
+    }
+    int scan = sum;
+    for (int d = 1; d < 32; d *= 2) {
+        const int n = __shfl_up_sync(~0u, scan, d);
+        scan += lane >= d ? n : 0;
+    }
+    if (lane == 31) shared.warp_sum[warp] = scan;
+    __syncthreads();
+    if (warp == 0) {
+        int w = shared.warp_sum[lane];
+        for (int d = 1; d < 32; d *= 2) {
+            const int n = __shfl_up_sync(~0u, w, d);
+            w += lane >= d ? n : 0;
+        }
+        if (lane == 31) shared.total = w;
+        shared.warp_sum[lane] = w;
+    }
+    __syncthreads();
+    shared.cursor[t] = scan - sum + (warp ? shared.warp_sum[warp - 1] : 0) + before;
+    ptx::cluster_sync();  // nobody still reads a histogram that will be reused
+    return shared.total;
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __grid_constant__ JfaScheduleParams p) {
+    __shared__ SharedMemory shared;
+    const int rank = ptx::cluster_rank(), size = ptx::cluster_size();
+    const int first = threadIdx.x * size + rank, step = threads * size;
+
+    // Forward list.
+    shared.histogram[threadIdx.x] = 0;
+    __syncthreads();
+    for (int b = first; b < p.batch; b += step) {
+        const JfaSequence s = resolve(p, b);
+        p.sequences[b] = s;
+        forward_runs(p, s, [&](int bin, int, int units) { atomicAdd(&shared.histogram[bin], units); });
+    }
+    __syncthreads();
+    const int total = place_bins(shared, rank, size);
+    for (int b = first; b < p.batch; b += step) {
+        const JfaSequence s = p.sequences[b];
+        forward_runs(p, s, [&](int bin, int unit, int units) {
+            const int place = atomicAdd(&shared.cursor[bin], units);
+            for (int u = 0; u < units && place + u < p.forward_capacity; ++u)
+                p.forward_list[place + u] = {b, (unit + u) * p.forward_rows};
+        });
+    }
+    if (rank == 0 && threadIdx.x == 0) p.header->forward_units = min(total, p.forward_capacity);
+}
+
+}  // namespace jfa
