@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::{Bias, BackwardArgs, Buffer, Call, DType, DeviceMemory, ForwardArgs, Layout, Mask, Problem, Query, Result, Stream};
+use crate::{
+    BackwardArgs, Bias, Buffer, Call, DType, DeviceMemory, ForwardArgs, Layout, Mask, Problem, Query, Result, Stream,
+};
 
 /// Where a backend's pointers point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -11,6 +13,15 @@ pub enum MemorySpace {
     Host,
     /// Memory of a CUDA device.
     CudaDevice,
+}
+
+impl std::fmt::Display for MemorySpace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            MemorySpace::Host => "host memory",
+            MemorySpace::CudaDevice => "CUDA device memory",
+        })
+    }
 }
 
 /// Multiples of `step` in `min..=max`.

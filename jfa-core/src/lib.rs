@@ -14,9 +14,13 @@
 
 pub mod backend;
 pub mod bias;
+mod check;
+pub mod cpu;
 pub mod dtype;
+mod environment;
 pub mod error;
 pub mod layout;
+pub mod log;
 pub mod mask;
 pub mod memory;
 pub mod plan;

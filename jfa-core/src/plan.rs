@@ -3,8 +3,10 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
+use crate::check::{Checker, Work};
 use crate::{
-    AttentionBackend, BackendPlan, DataPtr, Error, Layout, LseView, Problem, Requirements, Result, TensorView,
+    AttentionBackend, BackendPlan, DataPtr, Error, Layout, LseView, MemorySpace, Problem, Requirements, Result,
+    TensorView,
 };
 
 /// Caller-owned memory in the backend's memory space.
@@ -95,73 +97,156 @@ pub struct BackwardArgs {
 /// A problem bound to a backend. Cheap to clone, usable from many threads.
 #[derive(Clone)]
 pub struct Plan {
-    problem: Arc<Problem>,
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    check: Checker,
     backend: Arc<dyn AttentionBackend>,
-    inner: Arc<dyn BackendPlan>,
+    plan: Arc<dyn BackendPlan>,
 }
 
 impl Plan {
     /// Makes a plan from capacities alone: validates the problem, compares it with the backend's capabilities, lets
     /// the backend choose kernels. Reads no tensor.
+    ///
+    /// # Errors
+    /// Those of [`Problem::validate`]; [`Error::Unsupported`] with what the backend lacks; the backend's own.
     pub fn new(backend: Arc<dyn AttentionBackend>, problem: &Problem) -> Result<Self> {
         problem.validate()?;
-        let lacks = backend.capabilities().lacks(problem);
+        let capabilities = backend.capabilities();
+        let lacks = capabilities.lacks(problem);
         if !lacks.is_empty() {
             return Err(Error::Unsupported {
-                asked: format!("backend '{}' lacks what the problem asks", backend.name()),
-                lacks: lacks.join("; "),
+                asked: problem.to_string(),
+                lacks: format!("'{}' lacks {}", backend.name(), lacks.join(", ")),
             });
         }
-        let inner = backend.plan(problem)?;
-        Ok(Plan { problem: Arc::new(problem.clone()), backend, inner })
+        let plan = backend.plan(problem)?;
+        let check = Checker {
+            problem: problem.clone(),
+            memory_space: capabilities.memory_space,
+            base_alignment: capabilities.base_alignment,
+            stride_alignment: capabilities.stride_alignment,
+            requirements: plan.requirements(),
+            backend: backend.name().to_owned(),
+        };
+        Ok(Plan { inner: Arc::new(Inner { check, backend, plan }) })
     }
 
     /// The problem.
     pub fn problem(&self) -> &Problem {
-        &self.problem
+        &self.inner.check.problem
     }
 
     /// The backend.
     pub fn backend(&self) -> &Arc<dyn AttentionBackend> {
-        &self.backend
+        &self.inner.backend
+    }
+
+    /// Where the pointers of every call point.
+    pub fn memory_space(&self) -> MemorySpace {
+        self.inner.check.memory_space
     }
 
     /// Memory needed from the caller.
     pub fn requirements(&self) -> Requirements {
-        self.inner.requirements()
+        self.inner.check.requirements
     }
 
     /// One line for people: kernels and launch shape.
     pub fn describe(&self) -> String {
-        self.inner.describe()
+        self.inner.plan.describe()
     }
 
-    /// Builds the schedule of one batch: once for all layers and both passes.
+    /// Builds the schedule of one batch: once for all layers and both passes. A batch without sequences needs none:
+    /// the call succeeds without touching anything (unless the problem asks for `zero_unused_rows`).
+    ///
+    /// # Errors
+    /// Each names the argument and its value: counts beyond the capacities, arrays that are missing, superfluous, null
+    /// or misaligned, a schedule buffer too small; in host memory also offsets, lengths and indices that break the
+    /// contract (offsets start at 0 or more, never decrease, and end within the capacities). Nothing has been written.
     ///
     /// # Safety
     /// The layout's arrays hold the number of entries their docs give, and `schedule` is writable memory of its stated
     /// size, both in the backend's memory space and alive until the stream has passed this call.
+    #[inline]
     pub unsafe fn build_schedule(&self, layout: &Layout, schedule: Buffer, stream: Stream) -> Result<()> {
-        // SAFETY: forwarded.
-        unsafe { self.inner.build_schedule(layout, schedule, stream) }
+        let Inner { check, plan, .. } = &*self.inner;
+        if check.is_idle(layout) {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            check.schedule(layout, schedule)?;
+            plan.build_schedule(layout, schedule, stream)
+        }
     }
 
     /// Computes `o` and `lse`.
     ///
+    /// Row counts may be below the plan's capacities; `q`, `o` and `lse` have the same number of rows (with a broadcast
+    /// query `q` has `q_len`, `o` and `lse` at least `layout.batch * q_len`), and so have `k` and `v`. A batch without
+    /// sequences and an `o` without rows are successes that touch nothing; data pointers may then be null.
+    ///
+    /// # Errors
+    /// Those of [`Plan::build_schedule`], and: views that differ from the problem in shape or type, negative or
+    /// overflowing strides, null data with rows, addresses and strides beyond what the backend promises, outputs whose
+    /// own elements overlap, a missing or superfluous bias, a workspace too small. Nothing has been written.
+    ///
     /// # Safety
     /// Every view covers readable (outputs: writable) memory in the backend's memory space, alive until the stream has
     /// passed this call; outputs overlap nothing else; the layout is the one the schedule was built from.
+    #[inline]
     pub unsafe fn forward(&self, call: &Call, args: &ForwardArgs) -> Result<()> {
-        // SAFETY: forwarded.
-        unsafe { self.inner.forward(call, args) }
+        let Inner { check, plan, .. } = &*self.inner;
+        if check.is_idle(call.layout) {
+            return Ok(());
+        }
+        let mut args = *args;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match check.forward(call, &mut args)? {
+                Work::None => Ok(()),
+                Work::Some => plan.forward(call, &args),
+            }
+        }
     }
 
     /// Computes `dq`, `dk`, `dv`, and `dbias` when it is not null.
     ///
+    /// Every row of a key/value sequence is written, also when no query row sees it (then with exact zeros), and so is
+    /// every gradient of a bias. A batch without sequences, or without any row on either side, writes nothing at all:
+    /// neither the `dq` of a broadcast query nor `dbias`.
+    ///
+    /// # Errors
+    /// Those of [`Plan::forward`], for all eleven arguments.
+    ///
     /// # Safety
     /// As for [`Plan::forward`]; `o` and `lse` come from a forward with the same inputs.
+    #[inline]
     pub unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {
-        // SAFETY: forwarded.
-        unsafe { self.inner.backward(call, args) }
+        let Inner { check, plan, .. } = &*self.inner;
+        if check.is_idle(call.layout) {
+            return Ok(());
+        }
+        let mut args = *args;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match check.backward(call, &mut args)? {
+                Work::None => Ok(()),
+                Work::Some => plan.backward(call, &args),
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Plan")
+            .field("backend", &self.inner.check.backend)
+            .field("problem", self.problem())
+            .field("requirements", &self.requirements())
+            .finish()
     }
 }

@@ -112,11 +112,7 @@ impl Problem {
     /// Checks every rule of the contract that needs no pointers; the error names the field and its value.
     pub fn validate(&self) -> Result<()> {
         let at_least = |name: &'static str, value: i64, least: i64| {
-            if value < least {
-                Err(Error::invalid(name, value, format!("must be at least {least}")))
-            } else {
-                Ok(())
-            }
+            if value < least { Err(Error::invalid(name, value, format!("must be at least {least}"))) } else { Ok(()) }
         };
         at_least("heads_q", self.heads_q, 1)?;
         at_least("heads_kv", self.heads_kv, 1)?;
@@ -127,10 +123,18 @@ impl Problem {
         at_least("total_kv", self.total_kv, 0)?;
         at_least("kv_batch", self.kv_batch, 0)?;
         if self.heads_q % self.heads_kv != 0 {
-            return Err(Error::invalid("heads_q", self.heads_q, format!("not divisible by heads_kv = {}", self.heads_kv)));
+            return Err(Error::invalid(
+                "heads_q",
+                self.heads_q,
+                format!("not divisible by heads_kv = {}", self.heads_kv),
+            ));
         }
         if !self.uses_kv_index && self.kv_batch != self.batch {
-            return Err(Error::invalid("kv_batch", self.kv_batch, format!("must equal batch = {} without kv_index", self.batch)));
+            return Err(Error::invalid(
+                "kv_batch",
+                self.kv_batch,
+                format!("must equal batch = {} without kv_index", self.batch),
+            ));
         }
         if !self.scale.is_finite() {
             return Err(Error::invalid("scale", self.scale, "must be finite"));
@@ -146,7 +150,11 @@ impl Problem {
                 return Err(Error::invalid("bias.row_align", row_align, "must be 1, 8 or 16"));
             }
             if dtype != DType::F32 && dtype != self.dtype {
-                return Err(Error::invalid("bias.dtype", dtype, format!("must be f32 or the problem's {}", self.dtype)));
+                return Err(Error::invalid(
+                    "bias.dtype",
+                    dtype,
+                    format!("must be f32 or the problem's {}", self.dtype),
+                ));
             }
             at_least("bias.capacity", capacity, 0)?;
         }
@@ -248,5 +256,37 @@ impl ProblemBuilder {
     pub fn build(self) -> Result<Problem> {
         self.problem.validate()?;
         Ok(self.problem)
+    }
+}
+
+impl std::fmt::Display for Problem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "dtype {}, heads_q {}, heads_kv {}, head_dim {}, head_dim_v {}, batch {}, total_q {}, total_kv {}, mask {}, bias {}",
+            self.dtype,
+            self.heads_q,
+            self.heads_kv,
+            self.head_dim,
+            self.head_dim_v,
+            self.batch,
+            self.total_q,
+            self.total_kv,
+            self.mask,
+            self.bias.kind()
+        )?;
+        if let Query::Broadcast { q_len } = self.query {
+            write!(f, ", broadcast query of {q_len} rows")?;
+        }
+        for (on, name) in [
+            (self.uses_kv_index, "kv_index"),
+            (self.deterministic, "deterministic"),
+            (self.zero_unused_rows, "zero_unused_rows"),
+        ] {
+            if on {
+                write!(f, ", {name}")?;
+            }
+        }
+        Ok(())
     }
 }
