@@ -477,7 +477,7 @@ unsafe fn offsets_and_lengths(
     }
 }
 
-fn check_offsets<T: Copy + Ord + Into<i64>>(
+pub(crate) fn check_offsets<T: Copy + Ord + Into<i64>>(
     names: (&'static str, &'static str),
     offsets: &[T],
     lengths: Option<&[i32]>,

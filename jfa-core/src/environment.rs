@@ -23,6 +23,9 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
+    /// Every level, from the fewest messages to the most.
+    pub const ALL: [LogLevel; 5] = [LogLevel::Error, LogLevel::Warn, LogLevel::Info, LogLevel::Debug, LogLevel::Trace];
+
     /// The name, as `JFA_LOG` spells it.
     pub const fn name(self) -> &'static str {
         match self {
@@ -56,7 +59,7 @@ impl FromStr for LogLevel {
     type Err = crate::Error;
 
     fn from_str(s: &str) -> crate::Result<Self> {
-        [LogLevel::Error, LogLevel::Warn, LogLevel::Info, LogLevel::Debug, LogLevel::Trace]
+        LogLevel::ALL
             .into_iter()
             .find(|l| l.name().eq_ignore_ascii_case(s.trim()))
             .ok_or_else(|| crate::Error::invalid("log level", s, "must be error, warn, info, debug or trace"))

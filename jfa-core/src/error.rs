@@ -83,6 +83,16 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A backend outside this library (a plugin) reported a failure.
+    #[error("backend '{name}': {reason} (status {status})")]
+    Backend {
+        /// Its name.
+        name: String,
+        /// The status it returned: one of the C header's, or any other number.
+        status: i32,
+        /// Its words.
+        reason: String,
+    },
     /// A driver call failed.
     #[error("{call} failed: {reason}")]
     Device {

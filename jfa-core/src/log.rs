@@ -6,6 +6,7 @@
 
 use std::fmt::Write;
 use std::io::Write as _;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use tracing::field::{Field, Visit};
 use tracing::span;
@@ -15,10 +16,24 @@ use crate::environment::LogLevel;
 /// Receives one message.
 pub type Sink = Box<dyn Fn(LogLevel, &str) + Send + Sync>;
 
+/// How much the installed sink receives, as a number of [`LogLevel`]; a process has one sink, so it has one level.
+static LEVEL: AtomicU8 = AtomicU8::new(LogLevel::Warn as u8);
+
+/// Changes how much the installed sink receives. Without one installed here, this changes nothing.
+pub fn set_level(level: LogLevel) {
+    if LEVEL.swap(level as u8, Ordering::Relaxed) != level as u8 {
+        tracing::callsite::rebuild_interest_cache();
+    }
+}
+
 /// Sends messages up to `level` to `sink`, unless this process (this copy of `tracing`) already has a subscriber;
 /// returns whether it was installed.
 pub fn install(level: LogLevel, sink: Sink) -> bool {
-    tracing::subscriber::set_global_default(Subscriber { level, sink }).is_ok()
+    let installed = tracing::subscriber::set_global_default(Subscriber { sink }).is_ok();
+    if installed {
+        set_level(level);
+    }
+    installed
 }
 
 /// [`install`], writing lines like `jfa warn: ...` to standard error.
@@ -33,8 +48,12 @@ pub fn install_stderr(level: LogLevel) -> bool {
 }
 
 struct Subscriber {
-    level: LogLevel,
     sink: Sink,
+}
+
+fn level() -> LogLevel {
+    let level = LEVEL.load(Ordering::Relaxed);
+    LogLevel::ALL.into_iter().find(|l| *l as u8 == level).unwrap_or_default()
 }
 
 fn ours(target: &str) -> bool {
@@ -43,11 +62,11 @@ fn ours(target: &str) -> bool {
 
 impl tracing::Subscriber for Subscriber {
     fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        *metadata.level() <= self.level.tracing() && ours(metadata.target())
+        *metadata.level() <= level().tracing() && ours(metadata.target())
     }
 
     fn max_level_hint(&self) -> Option<tracing::level_filters::LevelFilter> {
-        Some(self.level.tracing().into())
+        Some(level().tracing().into())
     }
 
     // Spans carry nothing that a line of text needs; every one gets the same identity.

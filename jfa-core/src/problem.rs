@@ -141,25 +141,67 @@ impl Problem {
         }
         if let Query::Broadcast { q_len } = self.query {
             at_least("q_len", q_len, 0)?;
-            if q_len.checked_mul(self.batch).is_none() {
-                return Err(Error::invalid("q_len", q_len, "batch * q_len overflows"));
+        }
+        match self.bias {
+            Bias::None => {}
+            Bias::Alibi | Bias::Relative { .. } => {
+                if let Some(of_mask) = self.mask.alignment()
+                    && of_mask != self.bias_alignment
+                {
+                    let reason = format!("the mask is {}, and both have to agree", self.mask);
+                    return Err(Error::invalid("bias_alignment", self.bias_alignment, reason));
+                }
+            }
+            Bias::Dense { dtype, row_align, capacity, .. } => {
+                if !matches!(row_align, 1 | 8 | 16) {
+                    return Err(Error::invalid("bias.row_align", row_align, "must be 1, 8 or 16"));
+                }
+                if dtype != DType::F32 && dtype != self.dtype {
+                    let reason = format!("must be f32 or the problem's {}", self.dtype);
+                    return Err(Error::invalid("bias.dtype", dtype, reason));
+                }
+                at_least("bias.capacity", capacity, 0)?;
             }
         }
-        if let Bias::Dense { dtype, row_align, capacity, .. } = self.bias {
-            if !matches!(row_align, 1 | 8 | 16) {
-                return Err(Error::invalid("bias.row_align", row_align, "must be 1, 8 or 16"));
-            }
-            if dtype != DType::F32 && dtype != self.dtype {
-                return Err(Error::invalid(
-                    "bias.dtype",
-                    dtype,
-                    format!("must be f32 or the problem's {}", self.dtype),
-                ));
-            }
-            at_least("bias.capacity", capacity, 0)?;
+        self.validate_sizes()
+    }
+
+    /// Backends compute with products of these; all of them stay below 2^60 bytes or entries.
+    fn validate_sizes(&self) -> Result<()> {
+        let dim = self.head_dim.max(self.head_dim_v);
+        let radius = match self.bias {
+            Bias::Relative { radius } => i64::from(radius),
+            _ => 0,
+        };
+        let capacity = match self.bias {
+            Bias::Dense { capacity, .. } => capacity,
+            _ => 0,
+        };
+        // Gradients are accumulated in up to eight bytes per element.
+        for (name, value, factors) in [
+            ("head_dim", self.head_dim, [self.heads_q, dim, 8]),
+            ("batch", self.batch, [self.batch, self.heads_q, 64]),
+            ("kv_batch", self.kv_batch, [self.kv_batch, self.heads_q, 64]),
+            ("bias.radius", radius, [2 * radius + 1, self.heads_q, 8]),
+            ("bias.capacity", capacity, [capacity, 1, 8]),
+        ] {
+            bounded(name, value, &factors)?;
+        }
+        bounded("total_q", self.total_q, &[self.total_q, self.heads_q, dim, 8])?;
+        bounded("total_kv", self.total_kv, &[self.total_kv, self.heads_q, dim, 8])?;
+        if let Query::Broadcast { q_len } = self.query {
+            bounded("q_len", q_len, &[q_len, self.batch.max(1), self.heads_q, dim, 8])?;
         }
         Ok(())
     }
+}
+
+fn bounded(name: &'static str, value: i64, factors: &[i64]) -> Result<()> {
+    let product = factors.iter().try_fold(1i64, |product, &f| product.checked_mul(f));
+    if product.is_none_or(|p| p > 1 << 60) {
+        return Err(Error::invalid(name, value, "together with heads and dimensions it exceeds 2^60 bytes"));
+    }
+    Ok(())
 }
 
 /// Builder of [`Problem`]; [`ProblemBuilder::build`] validates.

@@ -1,8 +1,12 @@
 //! The jagged layout of one batch: where each sequence's rows stand, and tools over layouts in host memory.
 
+mod convert;
 mod sequences;
+mod statistics;
 
+pub use convert::{PaddedShape, jagged_to_padded, offsets_from_lengths, padded_to_jagged, sequence_rows};
 pub use sequences::{HostIndex, KvSequence, Sequence, Sequences};
+pub use statistics::{PaddingStatistics, Work, visible_pairs};
 
 use crate::{DataPtr, IndexType};
 
