@@ -81,6 +81,23 @@ impl ParameterKind {
     }
 }
 
+/// The box one copy through a tensor map moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tile {
+    /// Columns (elements of a head's row); their bytes are the swizzle's span.
+    pub cols: u32,
+    /// Rows.
+    pub rows: u32,
+    /// Heads.
+    #[serde(default = "one")]
+    pub heads: u32,
+}
+
+const fn one() -> u32 {
+    1
+}
+
 /// One kernel parameter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameter {
@@ -92,6 +109,9 @@ pub struct Parameter {
     pub bytes: u32,
     /// Position in the parameter area, in bytes.
     pub offset: u32,
+    /// The box of a tensor map.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tile: Option<Tile>,
 }
 
 /// What a kernel was compiled to assume about one tensor, in bytes; the host checks it before a launch.
@@ -318,13 +338,16 @@ impl Bundle {
         let mut kernels = kernels;
         kernels.sort_by(|a, b| a.0.name.cmp(&b.0.name));
         let mut images = Vec::new();
+        // Entries of one source share their image.
+        let mut known: BTreeMap<String, ImageRange> = BTreeMap::new();
         for (info, image) in &mut kernels {
-            info.image = ImageRange {
-                offset: images.len() as u64,
-                bytes: image.len() as u64,
-                sha256: hex(&Sha256::digest(&*image)),
-            };
-            images.extend_from_slice(image);
+            let sha256 = hex(&Sha256::digest(&*image));
+            let range = known.entry(sha256).or_insert_with_key(|sha256| {
+                let offset = images.len() as u64;
+                images.extend_from_slice(image);
+                ImageRange { offset, bytes: image.len() as u64, sha256: sha256.clone() }
+            });
+            info.image = range.clone();
             info.validate().map_err(damaged)?;
         }
         if let Some(pair) = kernels.windows(2).find(|p| p[0].0.name == p[1].0.name) {
@@ -436,8 +459,14 @@ mod tests {
             entry: format!("jfa_{name}"),
             tags: BTreeMap::from([("kind".to_owned(), "test".to_owned())]),
             parameters: vec![
-                Parameter { name: "q".into(), kind: ParameterKind::TensorMap, bytes: 128, offset: 0 },
-                Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128 },
+                Parameter {
+                    name: "q".into(),
+                    kind: ParameterKind::TensorMap,
+                    bytes: 128,
+                    offset: 0,
+                    tile: Some(Tile { cols: 64, rows: 64, heads: 1 }),
+                },
+                Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None },
             ],
             threads: 384,
             shared_static: 0,

@@ -108,8 +108,8 @@ fn kernel(name: &str, cluster: [u32; 3]) -> KernelInfo {
         entry: name.to_owned(),
         tags: BTreeMap::from([("kind".to_owned(), name.to_owned())]),
         parameters: vec![
-            Parameter { name: "map".into(), kind: ParameterKind::TensorMap, bytes: 128, offset: 0 },
-            Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128 },
+            Parameter { name: "map".into(), kind: ParameterKind::TensorMap, bytes: 128, offset: 0, tile: None },
+            Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None },
         ],
         threads: 384,
         shared_static: 16,

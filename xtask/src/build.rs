@@ -1,0 +1,482 @@
+//! `cargo xtask kernels`: compiles every row and writes, or compares, the bundles.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use jfa_driver::bundle::{ImageKind, ImageRange, Parameter};
+use jfa_driver::{Arch, Bundle, KernelInfo, cubin};
+
+use crate::Places;
+use crate::rows::{Family, Row};
+use crate::toolchain::{self, Compiled, Notes, Toolchain, Usage};
+
+/// Name of the `__constant__ unsigned` in which a source states its dynamic shared memory.
+const SHARED_SYMBOL: &str = "jfa_dynamic_shared";
+/// Shared memory a block can have beside what the system keeps, on every architecture compiled for.
+const MOST_SHARED: u32 = 232_448;
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Compare the committed bundles with what the sources give, byte by byte, instead of writing them.
+    #[arg(long)]
+    check: bool,
+    /// Compile only kernels whose name, crate/name or architecture contains this (repeatable); the others stay as they
+    /// are in the bundles.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Compilations at once (default: one per processor).
+    #[arg(long, short)]
+    jobs: Option<usize>,
+    /// Ignore earlier results.
+    #[arg(long)]
+    fresh: bool,
+    /// List the kernels and exit.
+    #[arg(long)]
+    list: bool,
+}
+
+impl Options {
+    fn wants(&self, family: &Family, row: &Row, arch: Arch) -> bool {
+        let name = format!("{}/{}", family.owner, row.name);
+        self.only.is_empty() || self.only.iter().any(|o| name.contains(o.as_str()) || arch.to_string() == *o)
+    }
+}
+
+/// One compilation: a row for an architecture.
+struct Job<'a> {
+    row: &'a Row,
+    arch: Arch,
+    key: String,
+}
+
+pub fn run(places: &Places, options: &Options) -> Result<()> {
+    let families = Family::find_all(&places.root)?;
+    ensure!(!families.is_empty(), "no crate has a kernels/kernels.toml");
+    if options.list {
+        for f in &families {
+            for r in &f.rows {
+                let archs: Vec<_> = r.archs.iter().map(ToString::to_string).collect();
+                println!("{}/{}  {}  {}", f.owner, r.name, f.toolchain, archs.join(" "));
+            }
+        }
+        return Ok(());
+    }
+    let mut differences = Vec::new();
+    let mut matched = false;
+    for family in &families {
+        let wanted = |r: &Row| r.archs.iter().any(|a| options.wants(family, r, *a));
+        if family.rows.iter().any(wanted) {
+            matched = true;
+            differences.extend(build_family(places, options, family)?);
+        }
+    }
+    ensure!(matched, "no kernel matches {}", options.only.join(", "));
+    if differences.is_empty() {
+        return Ok(());
+    }
+    bail!("committed bundles differ from the sources (run `cargo xtask kernels`):\n  {}", differences.join("\n  "))
+}
+
+/// Returns what differs, when checking.
+fn build_family(places: &Places, options: &Options, family: &Family) -> Result<Vec<String>> {
+    let start = Instant::now();
+    let toolchain = toolchain::of(places, &family.toolchain)?;
+    let mut jobs = Vec::new();
+    for row in &family.rows {
+        for &arch in row.archs.iter().filter(|a| options.wants(family, row, **a)) {
+            let key = toolchain.key(family, row, arch).with_context(|| format!("kernel '{}'", row.name))?;
+            jobs.push(Job { row, arch, key });
+        }
+    }
+    let (compiled, fresh) = compile_all(places, options, family, &*toolchain, &jobs)?;
+
+    // One list of kernels per architecture and kind.
+    let mut lists: BTreeMap<String, (Arch, Vec<(KernelInfo, Compiled)>)> = BTreeMap::new();
+    let mut failures = Vec::new();
+    for job in &jobs {
+        let output = &compiled[&job.key];
+        match describe(&*toolchain, job, output) {
+            Ok(info) => {
+                let list = lists.entry(job.arch.to_string()).or_insert((job.arch, Vec::new()));
+                list.1.push((info, output.clone()));
+            }
+            Err(e) => failures.push(format!("{} for {}: {e:#}", job.row.name, job.arch)),
+        }
+    }
+    ensure!(
+        failures.is_empty(),
+        "{} of {} kernels are not fit:\n  {}",
+        failures.len(),
+        jobs.len(),
+        failures.join("\n  ")
+    );
+
+    let versions = toolchain.versions();
+    let mut differences = Vec::new();
+    let mut outputs: Vec<(PathBuf, Vec<u8>)> = Vec::new();
+    let mut table = Vec::new();
+    for arch in family.archs() {
+        let new = lists.remove(&arch.to_string()).map(|l| l.1).unwrap_or_default();
+        for kind in [ImageKind::Cubin, ImageKind::Ptx] {
+            let path = bundle_path(family, arch, kind);
+            let image = |c: &Compiled| if kind == ImageKind::Cubin { c.cubin.clone() } else { c.ptx.clone() };
+            let mut kernels: Vec<_> = new.iter().map(|(i, c)| (i.clone(), image(c))).collect();
+            if !options.only.is_empty() {
+                let old = std::fs::read(&path).ok().map(Bundle::from_vec).transpose()?;
+                if options.check {
+                    differences.extend(compare_some(&path, old.as_ref(), &kernels)?);
+                    continue;
+                }
+                if let Some(old) = old {
+                    keep_others(family, arch, &old, &mut kernels)?;
+                }
+            }
+            if kind == ImageKind::Cubin {
+                table.extend(kernels.iter().map(|(i, _)| (arch, i.clone())));
+            }
+            outputs.push((path, Bundle::write(kind, &family.owner, arch, &versions, kernels)?));
+        }
+    }
+    if options.check && !options.only.is_empty() {
+        println!("{}: {} kernels compared in {:.1} s", family.owner, jobs.len(), start.elapsed().as_secs_f32());
+        return Ok(differences);
+    }
+    outputs.push((family.bundles.join("resources.md"), resources(family, table).into_bytes()));
+    if options.check {
+        for (path, bytes) in &outputs {
+            differences.extend(compare_whole(path, bytes));
+        }
+        differences.extend(strays(family, &outputs)?);
+    } else {
+        std::fs::create_dir_all(&family.bundles)?;
+        for (path, bytes) in &outputs {
+            std::fs::write(path, bytes)?;
+        }
+        for stray in strays(family, &outputs)? {
+            eprintln!("warning: {stray}");
+        }
+    }
+    let bytes: usize = outputs.iter().map(|o| o.1.len()).sum();
+    println!(
+        "{}: {} kernels ({fresh} compiled now) in {:.1} s, {} in {} files {}",
+        family.owner,
+        jobs.len(),
+        start.elapsed().as_secs_f32(),
+        size(bytes),
+        outputs.len(),
+        if options.check { "compared" } else { "written" }
+    );
+    Ok(differences)
+}
+
+fn size(bytes: usize) -> String {
+    format!("{} KiB", bytes.div_ceil(1024))
+}
+
+fn bundle_path(family: &Family, arch: Arch, kind: ImageKind) -> PathBuf {
+    let kind = match kind {
+        ImageKind::Cubin => "cubin",
+        ImageKind::Ptx => "ptx",
+    };
+    family.bundles.join(format!("{}.{arch}.{kind}.bundle", family.bundle))
+}
+
+/// Compiles what the cache does not have; returns everything by key, and how many were compiled.
+fn compile_all(
+    places: &Places,
+    options: &Options,
+    family: &Family,
+    toolchain: &dyn Toolchain,
+    jobs: &[Job],
+) -> Result<(BTreeMap<String, Compiled>, usize)> {
+    let cache = places.target.join("kernels");
+    let mut todo: BTreeMap<&str, &Job> = BTreeMap::new();
+    let mut done = BTreeMap::new();
+    for job in jobs {
+        if done.contains_key(&job.key) || todo.contains_key(job.key.as_str()) {
+            continue;
+        }
+        match read_cached(&cache.join(&job.key)) {
+            Some(c) if !options.fresh => {
+                done.insert(job.key.clone(), c);
+            }
+            _ => {
+                todo.insert(&job.key, job);
+            }
+        }
+    }
+    let todo: Vec<_> = todo.into_values().collect();
+    let fresh = todo.len();
+    let done = Mutex::new(done);
+    let failures = Mutex::new(Vec::new());
+    let next = AtomicUsize::new(0);
+    let threads = options.jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, Into::into)).max(1);
+    std::thread::scope(|scope| {
+        for _ in 0..threads.min(fresh) {
+            scope.spawn(|| {
+                while let Some(job) = todo.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let start = Instant::now();
+                    match compile_one(&cache, family, toolchain, job) {
+                        Ok(c) => {
+                            let seconds = start.elapsed().as_secs_f32();
+                            eprintln!("  {} for {}: {seconds:.1} s, {}", job.row.name, job.arch, size(c.cubin.len()));
+                            lock(&done).insert(job.key.clone(), c);
+                        }
+                        Err(e) => lock(&failures).push(format!("{} for {}: {e:#}", job.row.name, job.arch)),
+                    }
+                }
+            });
+        }
+    });
+    let mut failures = failures.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    failures.sort();
+    ensure!(failures.is_empty(), "{} of {fresh} compilations failed:\n{}", failures.len(), failures.join("\n"));
+    Ok((done.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner), fresh))
+}
+
+fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn read_cached(folder: &Path) -> Option<Compiled> {
+    let notes: Notes = serde_json::from_slice(&std::fs::read(folder.join("notes.json")).ok()?).ok()?;
+    let read = |name| std::fs::read(folder.join(name)).ok();
+    Some(Compiled { cubin: read("kernel.cubin")?, ptx: read("kernel.ptx")?, notes })
+}
+
+fn compile_one(cache: &Path, family: &Family, toolchain: &dyn Toolchain, job: &Job) -> Result<Compiled> {
+    let scratch = cache.join(format!("{}.{}", job.key, std::process::id()));
+    let _ = std::fs::remove_dir_all(&scratch);
+    std::fs::create_dir_all(&scratch)?;
+    let compiled = toolchain.compile(family, job.row, job.arch, &scratch);
+    let _ = std::fs::remove_dir_all(&scratch);
+    let compiled = compiled?;
+    // Complete folders only: written aside, then renamed.
+    std::fs::create_dir_all(&scratch)?;
+    std::fs::write(scratch.join("kernel.cubin"), &compiled.cubin)?;
+    std::fs::write(scratch.join("kernel.ptx"), &compiled.ptx)?;
+    std::fs::write(scratch.join("notes.json"), serde_json::to_vec_pretty(&compiled.notes)?)?;
+    let place = cache.join(&job.key);
+    let _ = std::fs::remove_dir_all(&place);
+    std::fs::rename(&scratch, &place)?;
+    Ok(compiled)
+}
+
+/// The manifest entry: what the row declares, compared with what the cubin says of itself.
+fn describe(toolchain: &dyn Toolchain, job: &Job, compiled: &Compiled) -> Result<KernelInfo> {
+    let (row, notes) = (job.row, &compiled.notes);
+    let derived = notes.derived.as_ref();
+    let entry = derived.map_or(&row.entry, |d| &d.entry);
+    let code = cubin::parse(&compiled.cubin)?;
+    let found = code.kernels.get(entry).with_context(|| {
+        let names: Vec<_> = code.kernels.keys().map(String::as_str).collect();
+        format!("no kernel '{entry}' in the cubin, there are: {}", names.join(", "))
+    })?;
+    ensure!(
+        String::from_utf8_lossy(&compiled.ptx).contains(&format!(".entry {entry}(")),
+        "no kernel '{entry}' in the PTX"
+    );
+    let parameters = parameters(toolchain, row, notes, found)?;
+    let threads = match (found.threads, derived.map(|d| d.threads)) {
+        (Some([x, 1, 1]), None) => x,
+        (Some([x, 1, 1]), Some(d)) if x == d => x,
+        (None, Some(d)) => d,
+        (Some(t), Some(d)) => bail!("{d} threads by the metadata, {t:?} in the cubin"),
+        (Some(t), None) => bail!("blocks of {t:?} threads are not supported"),
+        (None, None) => bail!("no __launch_bounds__, so that nothing says how many threads a block has"),
+    };
+    let declared_cluster = derived.map_or(row.cluster, |d| d.cluster);
+    let cluster = match found.cluster {
+        Some(c) if declared_cluster == [1, 1, 1] || declared_cluster == c => c,
+        Some(c) => bail!("cluster {declared_cluster:?} declared, {c:?} compiled in"),
+        None => declared_cluster,
+    };
+    let shared_dynamic =
+        match (code.constants.get(SHARED_SYMBOL), derived.map(|d| d.shared_dynamic).or(row.shared_dynamic)) {
+            (Some(&c), None) => c,
+            (Some(&c), Some(d)) if c == d => c,
+            (Some(c), Some(d)) => {
+                bail!("dynamic shared memory: {d} bytes declared, {c} in the source's {SHARED_SYMBOL}")
+            }
+            (None, d) => d.unwrap_or(0),
+        };
+    let usage = notes.resources.get(entry).copied().unwrap_or_default();
+    let Usage { mut figures, shared_static } = usage;
+    figures.code_bytes = found.code_bytes;
+    if figures.registers == 0 {
+        figures.registers = found.registers;
+    }
+    ensure!(
+        shared_static + shared_dynamic <= MOST_SHARED,
+        "{} bytes of shared memory, {MOST_SHARED} exist",
+        shared_static + shared_dynamic
+    );
+    for (what, bytes) in [
+        ("spill stores", figures.spill_store_bytes),
+        ("spill loads", figures.spill_load_bytes),
+        ("stack", figures.stack_bytes),
+        ("local memory", figures.local_bytes),
+    ] {
+        ensure!(bytes == 0, "{bytes} bytes of {what} per thread; registers must hold everything");
+    }
+    Ok(KernelInfo {
+        name: row.name.clone(),
+        entry: entry.clone(),
+        tags: row.tags.clone(),
+        parameters,
+        threads,
+        shared_static,
+        shared_dynamic,
+        cluster,
+        cluster_compiled: found.cluster.is_some(),
+        programmatic: row.programmatic,
+        promises: derived.map_or(&row.promises, |d| &d.promises).clone(),
+        resources: figures,
+        source_sha256: job.key.clone(),
+        image: ImageRange { offset: 0, bytes: 0, sha256: String::new() },
+    })
+}
+
+fn parameters(
+    toolchain: &dyn Toolchain,
+    row: &Row,
+    notes: &Notes,
+    found: &cubin::CubinKernel,
+) -> Result<Vec<Parameter>> {
+    // Name, kind, box, and the size where it is claimed.
+    let listed: Vec<_> = match (toolchain.declared(row), &notes.derived) {
+        (Some(p), _) => p.iter().map(|p| (&p.name, p.kind, &p.tile, p.kind.bytes())).collect(),
+        (None, Some(d)) => d.parameters.iter().map(|p| (&p.name, p.kind, &p.tile, Some(p.bytes))).collect(),
+        (None, None) => bail!("the compiler left no parameter list"),
+    };
+    ensure!(
+        listed.len() == found.parameters.len(),
+        "{} parameters listed, the cubin has {}",
+        listed.len(),
+        found.parameters.len()
+    );
+    listed
+        .into_iter()
+        .zip(&found.parameters)
+        .enumerate()
+        .map(|(i, ((name, kind, tile, bytes), real))| {
+            ensure!(
+                bytes.is_none_or(|b| b == real.bytes),
+                "parameter {i} '{name}' ({kind:?}) has {} bytes in the cubin, {} by its kind",
+                real.bytes,
+                bytes.unwrap_or_default()
+            );
+            Ok(Parameter { name: name.clone(), kind, bytes: real.bytes, offset: real.offset, tile: *tile })
+        })
+        .collect()
+}
+
+/// Takes over every kernel that was not compiled now and is still listed.
+fn keep_others(family: &Family, arch: Arch, old: &Bundle, kernels: &mut Vec<(KernelInfo, Vec<u8>)>) -> Result<()> {
+    for (i, k) in old.kernels().iter().enumerate() {
+        let listed = family.rows.iter().any(|r| r.name == k.name && r.archs.contains(&arch));
+        if listed && kernels.iter().all(|(n, _)| n.name != k.name) {
+            kernels.push((k.clone(), old.image(i)?.to_vec()));
+        }
+    }
+    Ok(())
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// Differences of some kernels from those in a committed bundle.
+fn compare_some(path: &Path, old: Option<&Bundle>, kernels: &[(KernelInfo, Vec<u8>)]) -> Result<Vec<String>> {
+    let Some(old) = old else { return Ok(vec![format!("{} does not exist", path.display())]) };
+    let mut out = Vec::new();
+    for (info, image) in kernels {
+        let Some(i) = old.kernels().iter().position(|k| k.name == info.name) else {
+            out.push(format!("{}: kernel '{}' is missing", name_of(path), info.name));
+            continue;
+        };
+        let mut expected = info.clone();
+        expected.image = old.kernels()[i].image.clone();
+        if old.image(i)? != image || expected != old.kernels()[i] {
+            out.push(format!("{}: kernel '{}' differs", name_of(path), info.name));
+        }
+    }
+    Ok(out)
+}
+
+/// Byte comparison of a file; where it fails, which kernels are the cause.
+fn compare_whole(path: &Path, bytes: &[u8]) -> Option<String> {
+    let name = name_of(path);
+    let old = match std::fs::read(path) {
+        Ok(old) if old == bytes => return None,
+        Ok(old) => old,
+        Err(e) => return Some(format!("{name}: {e}")),
+    };
+    let (Ok(old), Ok(new)) = (Bundle::from_vec(old), Bundle::from_vec(bytes.to_vec())) else {
+        return Some(format!("{name} differs"));
+    };
+    let find = |b: &Bundle, n: &str| b.kernels().iter().find(|k| k.name == n).cloned();
+    let mut names: Vec<_> = old.kernels().iter().chain(new.kernels()).map(|k| k.name.clone()).collect();
+    names.sort();
+    names.dedup();
+    let same = |n: &String| match (find(&old, n), find(&new, n)) {
+        (Some(a), Some(b)) => {
+            KernelInfo { image: b.image.clone(), ..a.clone() } == b && a.image.sha256 == b.image.sha256
+        }
+        _ => false,
+    };
+    names.retain(|n| !same(n));
+    Some(if names.is_empty() { format!("{name} differs") } else { format!("{name} differs in {}", names.join(", ")) })
+}
+
+/// Files among the bundles that no kernel accounts for.
+fn strays(family: &Family, outputs: &[(PathBuf, Vec<u8>)]) -> Result<Vec<String>> {
+    let mut out = Vec::new();
+    if family.bundles.is_dir() {
+        for entry in std::fs::read_dir(&family.bundles)? {
+            let path = entry?.path();
+            if outputs.iter().all(|o| o.0 != path) {
+                out.push(format!("{}: made by no kernel of {}", name_of(&path), family.owner));
+            }
+        }
+    }
+    out.sort();
+    Ok(out)
+}
+
+/// The table of what each kernel uses.
+fn resources(family: &Family, mut rows: Vec<(Arch, KernelInfo)>) -> String {
+    rows.sort_by(|a, b| (a.0.capability, &a.1.name).cmp(&(b.0.capability, &b.1.name)));
+    let mut out = format!(
+        "# What the kernels of {} use\n\nWritten by `cargo xtask kernels`, from the assembler's and the disassembler's \
+         figures. Registers are those at launch; kernels with warp roles redistribute them. Spills, stack and local \
+         memory are 0 everywhere: anything else fails the build.\n\n\
+         | arch | kernel | threads | registers | spill st+ld, B | stack, B | local, B | shared static, B | shared dynamic, B | cluster | code, B |\n\
+         |---|---|---|---|---|---|---|---|---|---|---|\n",
+        family.owner
+    );
+    for (arch, k) in rows {
+        let r = &k.resources;
+        let cluster = k.cluster.map(|c| c.to_string()).join("x");
+        let _ = writeln!(
+            out,
+            "| {arch} | {} | {} | {} | {}+{} | {} | {} | {} | {} | {cluster} | {} |",
+            k.name,
+            k.threads,
+            r.registers,
+            r.spill_store_bytes,
+            r.spill_load_bytes,
+            r.stack_bytes,
+            r.local_bytes,
+            k.shared_static,
+            k.shared_dynamic,
+            r.code_bytes
+        );
+    }
+    out
+}
