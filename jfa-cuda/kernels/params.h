@@ -86,7 +86,7 @@ typedef struct JfaForwardParams {
     int32_t packed_log2;         /* log2 of the query heads packed into the rows of a block; 0: none */
     int32_t has_prescale;
     JfaMask mask;
-    int32_t reserved;
+    int32_t o_rows;              /* rows of o and lse in this call; rows past it are not written */
 } JfaForwardParams;
 
 #endif

@@ -18,6 +18,16 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* sm
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(map), "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
+// A box of `box_rows` rows through a map with a movable row bound: rows [first, first + rows) of the tensor, then zeros. An empty
+// box points at row 0: the engine translates the address of a box even when all of it is out of bounds, and a box past the
+// tensor's end can touch an unmapped page (seen on an H200: illegal address).
+__device__ __forceinline__ void tma_load_rows(const CUtensorMap* map, uint64_t* bar, void* smem, int column, int first, int rows, int box_rows, int head) {
+    tma_load(map, bar, smem, column, box_rows - rows, rows > 0 ? first + rows : 0, head);
+}
+// The same for a store: rows past `rows` are dropped; rows must be positive.
+__device__ __forceinline__ void tma_store_rows(const CUtensorMap* map, const void* smem, int column, int first, int rows, int box_rows, int head) {
+    tma_store(map, smem, column, box_rows - rows, first + rows, head);
+}
 // Contiguous fp32 rows: global += shared, elementwise, at the L2.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, const void* smem, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
