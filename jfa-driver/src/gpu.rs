@@ -2,7 +2,9 @@
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
+use std::sync::Arc;
 
+use jfa_core::memory::DeviceMemory;
 use jfa_core::{DataPtr, Stream};
 
 use crate::{Arch, ComputeCapability, ImageKind, KernelInfo, Result, TensorMap, TensorMapSpec};
@@ -127,12 +129,6 @@ pub trait Gpu: Send + Sync {
     /// The memory is writable and stays valid until the stream has passed this.
     unsafe fn fill(&self, stream: Stream, to: DataPtr, value: u8, bytes: usize) -> Result<()>;
 
-    /// Queues a copy of host bytes to the device; `from` may be reused when this returns only if it is pageable memory.
-    ///
-    /// # Safety
-    /// `to` is writable for `from.len()` bytes until the stream has passed this.
-    unsafe fn copy_to_device(&self, stream: Stream, to: DataPtr, from: &[u8]) -> Result<()>;
-
     /// Queues a copy of device bytes to the host; `to` is complete after [`Gpu::synchronize`].
     ///
     /// # Safety
@@ -142,15 +138,11 @@ pub trait Gpu: Send + Sync {
     /// Waits until the stream has done everything queued so far.
     fn synchronize(&self, stream: Stream) -> Result<()>;
 
-    /// Allocates device memory of a device (its primary context), aligned to 256 bytes at least. For tests, tools and
-    /// validation; the hot path never calls it.
-    fn allocate(&self, device: usize, bytes: usize) -> Result<DataPtr>;
+    /// Whether work queued on the stream is being recorded into a graph instead of run.
+    fn is_capturing(&self, stream: Stream) -> Result<bool>;
 
-    /// Frees what [`Gpu::allocate`] gave.
-    ///
-    /// # Safety
-    /// Nothing uses the memory any more.
-    unsafe fn free(&self, device: usize, data: DataPtr) -> Result<()>;
+    /// Memory of a device with a stream of its own, for tests and tools; the hot path never asks for it.
+    fn memory(self: Arc<Self>, device: usize) -> Result<Arc<dyn DeviceMemory>>;
 }
 
 /// The stream's context, current from [`Scope::enter`] to drop.

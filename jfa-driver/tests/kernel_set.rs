@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 
+use jfa_core::memory::DeviceMemory;
 use jfa_core::{DType, DataPtr, Stream, TensorView};
 use jfa_driver::bundle::{ImageRange, Parameter, ParameterKind, Promise, Resources};
 use jfa_driver::gpu::Entered;
@@ -85,20 +86,17 @@ impl Gpu for Recorder {
     unsafe fn fill(&self, _: Stream, _: DataPtr, _: u8, _: usize) -> Result<()> {
         Ok(())
     }
-    unsafe fn copy_to_device(&self, _: Stream, _: DataPtr, _: &[u8]) -> Result<()> {
-        Ok(())
-    }
     unsafe fn copy_to_host(&self, _: Stream, _: &mut [u8], _: DataPtr) -> Result<()> {
         Ok(())
     }
     fn synchronize(&self, _: Stream) -> Result<()> {
         Ok(())
     }
-    fn allocate(&self, _: usize, _: usize) -> Result<DataPtr> {
-        Err(DriverError::Unavailable("a recorder has no memory".to_owned()))
+    fn is_capturing(&self, _: Stream) -> Result<bool> {
+        Ok(false)
     }
-    unsafe fn free(&self, _: usize, _: DataPtr) -> Result<()> {
-        Ok(())
+    fn memory(self: Arc<Self>, _: usize) -> Result<Arc<dyn DeviceMemory>> {
+        Err(DriverError::Unavailable("a recorder has no memory".to_owned()))
     }
 }
 

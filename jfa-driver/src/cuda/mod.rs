@@ -1,6 +1,7 @@
 //! The seam over the CUDA driver, which is loaded when it is first asked for.
 
 mod memory;
+mod resources;
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
@@ -14,7 +15,8 @@ use crate::{
     LaunchShape, Result, Swizzle, TensorMap, TensorMapSpec,
 };
 
-pub use memory::{CudaStream, DeviceMemory, Event, Graph, PinnedMemory};
+pub use memory::CudaMemory;
+pub use resources::{CudaStream, DeviceBytes, Event, Graph, PinnedMemory};
 
 /// Driver functions this crate calls; cudarc panics at the first use of one that is missing, so that they are looked
 /// for beforehand.
@@ -414,16 +416,6 @@ impl Gpu for CudaGpu {
         check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(raw_address(to), value, bytes, raw_stream(stream)) })
     }
 
-    unsafe fn copy_to_device(&self, stream: Stream, to: DataPtr, from: &[u8]) -> Result<()> {
-        if from.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the caller vouches for `to`; `from` is a live slice.
-        check("cuMemcpyHtoDAsync", unsafe {
-            sys::cuMemcpyHtoDAsync_v2(raw_address(to), from.as_ptr().cast(), from.len(), raw_stream(stream))
-        })
-    }
-
     unsafe fn copy_to_host(&self, stream: Stream, to: &mut [u8], from: DataPtr) -> Result<()> {
         if to.is_empty() {
             return Ok(());
@@ -439,23 +431,15 @@ impl Gpu for CudaGpu {
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(raw_stream(stream)) })
     }
 
-    fn allocate(&self, device: usize, bytes: usize) -> Result<DataPtr> {
-        self.in_primary(device, || {
-            let mut data: sys::CUdeviceptr = 0;
-            // SAFETY: the out parameter is valid for writes.
-            check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut data, bytes.max(1)) }).map_err(|e| match e {
-                DriverError::Call { call, reason } => {
-                    DriverError::Call { call, reason: format!("{reason} ({bytes} bytes on device {device})") }
-                }
-                e => e,
-            })?;
-            Ok(DataPtr::new(data as usize as *mut c_void))
-        })
+    fn is_capturing(&self, stream: Stream) -> Result<bool> {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the caller vouches for the stream; the out parameter is valid for writes.
+        check("cuStreamIsCapturing", unsafe { sys::cuStreamIsCapturing(raw_stream(stream), &raw mut status) })?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
-    unsafe fn free(&self, device: usize, data: DataPtr) -> Result<()> {
-        // SAFETY: the caller says that nothing uses the memory; it came from `allocate`.
-        self.in_primary(device, || check("cuMemFree", unsafe { sys::cuMemFree_v2(raw_address(data)) }))
+    fn memory(self: Arc<Self>, device: usize) -> Result<Arc<dyn jfa_core::memory::DeviceMemory>> {
+        Ok(Arc::new(CudaMemory::new(&self, device)?))
     }
 }
 
