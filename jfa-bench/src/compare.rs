@@ -1,0 +1,340 @@
+//! Results against the oracle: positions of NaN and infinities first, then the error of each output.
+
+use jfa_core::DType;
+use serde::Serialize;
+
+use crate::element::round;
+use crate::execution::Outputs;
+use crate::reference::Reference;
+use crate::scenario::{BiasData, Inputs, Scenario};
+
+/// What the contract allows (its section on numerics).
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Tolerance {
+    /// Relative Frobenius error of `o`.
+    pub o: f64,
+    /// Relative Frobenius error of every gradient.
+    pub gradient: f64,
+    /// Absolute error of lse.
+    pub lse: f64,
+}
+
+impl Tolerance {
+    /// Of an element type.
+    pub const fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::BF16 => Tolerance { o: 3e-3, gradient: 4e-3, lse: 1e-3 },
+            DType::F16 => Tolerance { o: 4e-4, gradient: 6e-4, lse: 1e-3 },
+            DType::F32 => Tolerance { o: 2e-6, gradient: 5e-6, lse: 1e-5 },
+        }
+    }
+
+    /// The same where scores reach `magnitude`: scores are accumulated in fp32, so that each has an absolute error of
+    /// some units in its last place, and a probability has that as its relative error.
+    #[must_use]
+    pub fn at_scores_of(self, magnitude: f64) -> Self {
+        let unit = magnitude * 2.0_f64.powi(-23);
+        if magnitude < 64.0 {
+            return self;
+        }
+        Tolerance { o: self.o + 4.0 * unit, gradient: self.gradient + 4.0 * unit, lse: self.lse + 4.0 * unit }
+    }
+}
+
+/// Measured errors; `None` where there was nothing to measure.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Errors {
+    /// Relative Frobenius error of `o`.
+    pub o: Option<f64>,
+    /// Largest absolute error of lse.
+    pub lse: Option<f64>,
+    /// Relative Frobenius error of `dq`.
+    pub dq: Option<f64>,
+    /// Relative Frobenius error of `dk`.
+    pub dk: Option<f64>,
+    /// Relative Frobenius error of `dv`.
+    pub dv: Option<f64>,
+    /// Relative Frobenius error of the bias gradient.
+    pub dbias: Option<f64>,
+}
+
+impl Errors {
+    /// Name and value of what was measured.
+    pub fn list(&self) -> Vec<(&'static str, f64)> {
+        [
+            ("o", self.o),
+            ("lse", self.lse),
+            ("dq", self.dq),
+            ("dk", self.dk),
+            ("dv", self.dv),
+            ("dbias", self.dbias),
+        ]
+        .into_iter()
+        .filter_map(|(name, e)| e.map(|e| (name, e)))
+        .collect()
+    }
+
+    /// The largest of the gradients'.
+    pub fn gradient(&self) -> Option<f64> {
+        [self.dq, self.dk, self.dv, self.dbias].into_iter().flatten().reduce(f64::max)
+    }
+}
+
+/// What was measured and what is wrong.
+#[derive(Clone, Debug, Default)]
+pub struct Verdict {
+    /// Measured errors.
+    pub errors: Errors,
+    /// What is wrong, each naming the output; empty when all is right.
+    pub wrong: Vec<String>,
+}
+
+impl Verdict {
+    /// Joins what another comparison found.
+    pub fn join(&mut self, other: Verdict) {
+        let (a, b) = (&mut self.errors, other.errors);
+        for (mine, theirs) in [
+            (&mut a.o, b.o),
+            (&mut a.lse, b.lse),
+            (&mut a.dq, b.dq),
+            (&mut a.dk, b.dk),
+            (&mut a.dv, b.dv),
+            (&mut a.dbias, b.dbias),
+        ] {
+            *mine = match (*mine, theirs) {
+                (Some(x), Some(y)) => Some(x.max(y)),
+                (x, y) => x.or(y),
+            };
+        }
+        self.wrong.extend(other.wrong);
+    }
+}
+
+/// Arrays of one output, with what its positions mean.
+struct Output<'a> {
+    name: &'static str,
+    got: &'a [Vec<f32>],
+    expected: &'a [Vec<f64>],
+    /// Elements of a head's row; 1 for lse.
+    dim: usize,
+    heads: usize,
+    dtype: DType,
+}
+
+impl Output<'_> {
+    /// Where element `i` of sequence `b` stands.
+    fn place(&self, b: usize, i: usize) -> String {
+        match self.name {
+            "lse" => {
+                let rows = self.got[b].len() / self.heads;
+                format!("sequence {b}, head {}, row {}", i / rows, i % rows)
+            }
+            "dbias" => format!("sequence {b}, element {i}"),
+            _ => {
+                let (row, rest) = (i / (self.heads * self.dim), i % (self.heads * self.dim));
+                format!("sequence {b}, row {row}, head {}, element {}", rest / self.dim, rest % self.dim)
+            }
+        }
+    }
+
+    fn pairs(&self) -> impl Iterator<Item = (usize, usize, f32, f64)> {
+        self.got
+            .iter()
+            .zip(self.expected)
+            .enumerate()
+            .flat_map(|(b, (g, e))| g.iter().zip(e).enumerate().map(move |(i, (g, e))| (b, i, *g, *e)))
+    }
+
+    /// Positions of NaN and infinities; the reference is rounded first, so that an overflow of the type is one in both.
+    fn positions(&self) -> Option<String> {
+        for (b, (g, e)) in self.got.iter().zip(self.expected).enumerate() {
+            assert_eq!(g.len(), e.len(), "{} of sequence {b}: result and oracle differ in size", self.name);
+        }
+        let class = |x: f32| if x.is_nan() { 1 } else if x == f32::INFINITY { 2 } else if x == f32::NEG_INFINITY { 3 } else { 0 };
+        let mut wrong = self.pairs().filter(|(_, _, g, e)| class(*g) != class(round(self.dtype, *e as f32)));
+        let (b, i, g, e) = wrong.next()?;
+        let count = 1 + wrong.count();
+        let total: usize = self.got.iter().map(Vec::len).sum();
+        let first = self.place(b, i);
+        let name = self.name;
+        Some(format!("{name}: NaN/inf at {count} wrong positions of {total}, first at {first}: {g} instead of {e:.6}"))
+    }
+
+    /// Relative Frobenius error, and what is wrong with it. `natural` bounds the norm without cancellation: where
+    /// almost all of it cancels, what remains is the rounding of fp32.
+    fn frobenius(&self, allowed: f64, natural: f64) -> (Option<f64>, Option<String>) {
+        let (mut difference, mut norm) = (0.0, 0.0);
+        let mut worst = (0.0, 0, 0, 0.0_f32, 0.0);
+        for (b, i, g, e) in self.pairs() {
+            if !e.is_finite() || !g.is_finite() {
+                continue;
+            }
+            let d = (f64::from(g) - e).powi(2);
+            difference += d;
+            norm += e * e;
+            if d > worst.0 {
+                worst = (d, b, i, g, e);
+            }
+        }
+        if self.got.iter().all(Vec::is_empty) {
+            return (None, None);
+        }
+        let (difference, norm) = (f64::sqrt(difference), f64::sqrt(norm));
+        let cancelled = norm < 1e-5 * natural;
+        let relative = if difference == 0.0 {
+            0.0
+        } else if cancelled {
+            difference / natural
+        } else {
+            difference / norm
+        };
+        let limit = if cancelled { 1e-6 } else { allowed };
+        let wrong = (relative > limit).then(|| {
+            let (_, b, i, g, e) = worst;
+            let unit = if cancelled { " (of the terms' norm: the exact result is 0 or nearly)" } else { "" };
+            format!(
+                "{}: relative error {relative:.2e}{unit}, allowed {limit:.1e}; worst at {}: {g} instead of {e:.7}",
+                self.name,
+                self.place(b, i)
+            )
+        });
+        (Some(relative), wrong)
+    }
+}
+
+/// `o` and `lse` against the oracle.
+pub fn forward(s: &Scenario, got: &Outputs, expected: &Reference, tolerance: Tolerance) -> Verdict {
+    let heads = s.heads_q as usize;
+    let o = Output {
+        name: "o",
+        got: &got.o,
+        expected: &expected.o,
+        dim: s.head_dim_v as usize,
+        heads,
+        dtype: s.dtype,
+    };
+    let lse = Output { name: "lse", got: &got.lse, expected: &expected.lse, dim: 1, heads, dtype: DType::F32 };
+    let mut verdict = Verdict::default();
+    verdict.wrong.extend(o.positions());
+    verdict.wrong.extend(lse.positions());
+    let (error, wrong) = o.frobenius(tolerance.o, 0.0);
+    verdict.errors.o = error;
+    verdict.wrong.extend(wrong);
+    let worst = lse
+        .pairs()
+        .filter(|(_, _, g, e)| g.is_finite() && e.is_finite())
+        .map(|(b, i, g, e)| ((f64::from(g) - e).abs(), b, i, g, e))
+        .reduce(|a, b| if b.0 > a.0 { b } else { a });
+    if let Some((error, b, i, g, e)) = worst {
+        verdict.errors.lse = Some(error);
+        if error > tolerance.lse {
+            let place = lse.place(b, i);
+            let allowed = tolerance.lse;
+            verdict.wrong.push(format!("lse: absolute error {error:.2e}, allowed {allowed:.1e}, at {place}: {g} instead of {e:.7}"));
+        }
+    }
+    verdict
+}
+
+/// Gradients against the oracle's, both from the same `o` and `lse`.
+pub fn backward(s: &Scenario, inputs: &Inputs, got: &Outputs, expected: &Reference, tolerance: Tolerance) -> Verdict {
+    let row_norm = |sequences: &[Vec<f32>], dim: i64| -> f64 {
+        sequences
+            .iter()
+            .flat_map(|x| x.chunks_exact(dim as usize))
+            .map(|row| row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt())
+            .fold(0.0, f64::max)
+    };
+    let d_o: f64 = inputs.d_o.iter().flatten().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    // |ds| summed over a row is at most p (|dp| + |delta|) <= 2 |do_i| max |v_j|.
+    let ds = 2.0 * d_o * row_norm(&inputs.v, s.head_dim_v);
+    let scale = f64::from(s.scale().abs());
+    let (natural_dq, natural_dk) =
+        (scale * ds * row_norm(&inputs.k, s.head_dim), scale * ds * row_norm(&inputs.q, s.head_dim));
+    let (hq, hkv) = (s.heads_q as usize, s.heads_kv as usize);
+    let (d, dv) = (s.head_dim as usize, s.head_dim_v as usize);
+    let output = |name, got, expected, dim, heads| Output { name, got, expected, dim, heads, dtype: s.dtype };
+    let mut verdict = Verdict::default();
+    let rows = [
+        (output("dq", &got.dq, &expected.dq, d, hq), natural_dq),
+        (output("dk", &got.dk, &expected.dk, d, hkv), natural_dk),
+        (output("dv", &got.dv, &expected.dv, dv, hkv), 0.0),
+    ];
+    verdict.wrong.extend(rows.iter().filter_map(|(o, _)| o.positions()));
+    let mut errors = Vec::new();
+    for (o, natural) in &rows {
+        let (error, wrong) = o.frobenius(tolerance.gradient, *natural);
+        errors.push(error);
+        verdict.wrong.extend(wrong);
+    }
+    (verdict.errors.dq, verdict.errors.dk, verdict.errors.dv) = (errors[0], errors[1], errors[2]);
+
+    let one;
+    let (bias_got, bias_expected): (&[Vec<f32>], &[Vec<f64>]) = match (&got.dbias, &expected.dbias) {
+        (BiasData::Table(g), crate::reference::BiasReference::Table(e)) => {
+            one = ([g.clone()], [e.clone()]);
+            (&one.0, &one.1)
+        }
+        (BiasData::Dense(g), crate::reference::BiasReference::Dense(e)) => (g, e),
+        _ => return verdict,
+    };
+    // Dense gradients are fp32 values of single terms; tables sum many of them.
+    let bias = Output { name: "dbias", got: bias_got, expected: bias_expected, dim: 1, heads: 1, dtype: DType::F32 };
+    let distance = match s.bias {
+        jfa_core::Bias::Alibi => s.kv_lens.iter().chain(&s.q_lens).max().copied().unwrap_or(1) as f64,
+        _ => 1.0,
+    };
+    verdict.wrong.extend(bias.positions());
+    let (error, wrong) = bias.frobenius(tolerance.gradient, ds * distance);
+    verdict.errors.dbias = error;
+    verdict.wrong.extend(wrong);
+    verdict
+}
+
+/// The first difference in bits between two results, if any, ignoring what `ignore` names (output, sequence, head).
+pub fn bit_difference(
+    s: &Scenario,
+    a: &Outputs,
+    b: &Outputs,
+    backward: bool,
+    ignore: impl Fn(&str, usize, usize) -> bool,
+) -> Option<String> {
+    let (hq, hkv) = (s.heads_q as usize, s.heads_kv as usize);
+    let (d, dv) = (s.head_dim as usize, s.head_dim_v as usize);
+    let mut outputs: Vec<(&'static str, &[Vec<f32>], &[Vec<f32>], usize, usize)> =
+        vec![("o", &a.o, &b.o, dv, hq), ("lse", &a.lse, &b.lse, 1, hq)];
+    if backward {
+        outputs.extend([
+            ("dq", &a.dq[..], &b.dq[..], d, hq),
+            ("dk", &a.dk[..], &b.dk[..], d, hkv),
+            ("dv", &a.dv[..], &b.dv[..], dv, hkv),
+        ]);
+        if let (BiasData::Dense(x), BiasData::Dense(y)) = (&a.dbias, &b.dbias) {
+            outputs.push(("dbias", x, y, 1, 1));
+        }
+    }
+    for (name, x, y, dim, heads) in outputs {
+        for (sequence, (x, y)) in x.iter().zip(y).enumerate() {
+            if x.len() != y.len() {
+                return Some(format!("{name} of sequence {sequence} has {} elements, then {}", x.len(), y.len()));
+            }
+            for (i, (p, q)) in x.iter().zip(y).enumerate() {
+                let head = match name {
+                    "lse" => i / (x.len() / heads),
+                    "dbias" => i / (x.len() / s.bias_heads() as usize),
+                    _ => i / dim % heads,
+                };
+                if p.to_bits() != q.to_bits() && !ignore(name, sequence, head) {
+                    return Some(format!("{name} of sequence {sequence}, head {head}, element {i}: {p:e}, then {q:e}"));
+                }
+            }
+        }
+    }
+    if let (true, BiasData::Table(x), BiasData::Table(y)) = (backward, &a.dbias, &b.dbias) {
+        let different = x.iter().zip(y).position(|(p, q)| p.to_bits() != q.to_bits());
+        if let Some(i) = different.filter(|i| !ignore("dbias", 0, i / (x.len() / hq))) {
+            return Some(format!("dbias, element {i}: {:e}, then {:e}", x[i], y[i]));
+        }
+    }
+    None
+}
