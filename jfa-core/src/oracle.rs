@@ -606,6 +606,16 @@ impl ErrorMeter {
         }
     }
 
+    /// Frobenius norm of the error over the finite elements.
+    pub fn error_norm(&self) -> f64 {
+        self.squared_error.sqrt()
+    }
+
+    /// Frobenius norm of the expected finite elements.
+    pub fn norm(&self) -> f64 {
+        self.squared_norm.sqrt()
+    }
+
     /// Largest absolute error; infinite when NaN or infinities stand in different places.
     pub const fn max_abs(&self) -> f64 {
         if self.mismatch.is_some() { f64::INFINITY } else { self.max_abs }
