@@ -1,0 +1,78 @@
+//! Loops that use instructions beyond the baseline of the build, guarded by detection at run time.
+
+use crate::alu::Lanes;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// Whether the CPU has AVX2 and FMA.
+#[inline]
+pub(crate) fn has_fma() -> bool {
+    // A cache of a CPU property, not of process state.
+    static KNOWN: AtomicU8 = AtomicU8::new(0);
+    match KNOWN.load(Ordering::Relaxed) {
+        0 => {
+            #[cfg(target_arch = "x86_64")]
+            let yes = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            #[cfg(not(target_arch = "x86_64"))]
+            let yes = false;
+            KNOWN.store(if yes { 2 } else { 1 }, Ordering::Relaxed);
+            yes
+        }
+        k => k == 2,
+    }
+}
+
+/// `x * y + z` per lane.
+///
+/// # Safety
+/// The CPU must have AVX2 and FMA (see [`has_fma`]).
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+pub(crate) unsafe fn fma_lanes(x: &Lanes, y: &Lanes, z: &Lanes, o: &mut Lanes, flush: bool) {
+    use crate::num::{canon32, ftz};
+    for i in 0..32 {
+        let (a, b, c) = (f32::from_bits(x[i] as u32), f32::from_bits(y[i] as u32), f32::from_bits(z[i] as u32));
+        let r = if flush { ftz(ftz(a).mul_add(ftz(b), ftz(c))) } else { a.mul_add(b, c) };
+        o[i] = u64::from(canon32(r).to_bits());
+    }
+}
+
+/// `d[n] += sum_k a[k] * b[k][n]`, `k` in order, fused; `b` has rows of `n` floats.
+pub(crate) fn rank_update(d: &mut [f32], a: &[f32], b: &[f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if has_fma() {
+        // SAFETY: the CPU has AVX2 and FMA.
+        unsafe { rank_update_fma(d, a, b) };
+        return;
+    }
+    rank_update_any(d, a, b);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn rank_update_fma(d: &mut [f32], a: &[f32], b: &[f32]) {
+    rank_update_any(d, a, b);
+}
+
+#[inline(always)]
+fn rank_update_any(d: &mut [f32], a: &[f32], b: &[f32]) {
+    let n = d.len();
+    let mut chunks = d.chunks_exact_mut(8);
+    let mut col = 0;
+    for c in &mut chunks {
+        let mut acc = [0f32; 8];
+        acc.copy_from_slice(c);
+        for (k, &x) in a.iter().enumerate() {
+            let row = &b[k * n + col..k * n + col + 8];
+            for j in 0..8 {
+                acc[j] = x.mul_add(row[j], acc[j]);
+            }
+        }
+        c.copy_from_slice(&acc);
+        col += 8;
+    }
+    for (j, v) in chunks.into_remainder().iter_mut().enumerate() {
+        for (k, &x) in a.iter().enumerate() {
+            *v = x.mul_add(b[k * n + col + j], *v);
+        }
+    }
+}
