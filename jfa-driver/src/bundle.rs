@@ -168,6 +168,9 @@ pub struct KernelInfo {
     pub entry: String,
     /// What distinguishes this variant (`kind`, `dtype`, `head_dim`, …): launchers choose by it.
     pub tags: BTreeMap<String, String>,
+    /// Numbers the source states for the launcher (tile sizes and the like).
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub constants: BTreeMap<String, u32>,
     /// Parameters in order.
     pub parameters: Vec<Parameter>,
     /// Threads of a block.
@@ -458,6 +461,7 @@ mod tests {
             name: name.to_owned(),
             entry: format!("jfa_{name}"),
             tags: BTreeMap::from([("kind".to_owned(), "test".to_owned())]),
+            constants: BTreeMap::from([("rows".to_owned(), 64)]),
             parameters: vec![
                 Parameter {
                     name: "q".into(),

@@ -146,14 +146,14 @@ impl TensorMapSpec {
 /// the buffer alone, gives each sequence a bound of its own, so that rows past a sequence's end arrive as zeros and are
 /// dropped by a store although the buffer continues.
 ///
-/// The map has dimensions `(dim, bound, rows + 1, heads)` with strides `(row, row, head)` and a base `bound` rows before
-/// the tensor. Coordinate `(c, y, z, h)` stands at row `y + z - bound`, so with `z` the row at which the sequence ends
-/// and `y = bound - (z - r)`, the box starts at row `r`, and box rows with `y >= bound`, which are those at or past the
-/// end, are outside of dimension 1.
+/// The map has dimensions `(dim, BOUND, rows + 1, heads, BOUND + 1)` with strides `(S, S, head, 2^39 - S)` in bytes, `S`
+/// being the row stride, and the tensor's own address as base. The box at `(c, BOUND - n, e, h, BOUND)` is the `n` rows
+/// that end before row `e`: further rows exceed the second dimension. Its address is
+/// `base + (BOUND - n) S + e S + BOUND (2^39 - S) = base + (e - n) S + 2^64`, so that the last dimension takes the bound
+/// away again. Without it the base would have to lie below the tensor, and the copy engine touches the base address also
+/// for boxes that are all out of bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct JaggedMap {
-    /// Longest distance from a box's first row to the sequence end it is given; the box height serves.
-    pub bound: u32,
     /// Columns of a box.
     pub box_cols: u32,
     /// Rows of a box.
@@ -165,9 +165,14 @@ pub struct JaggedMap {
 }
 
 impl JaggedMap {
+    /// The bound; any number of rows up to it can be left of a sequence.
+    pub const BOUND: u32 = 1 << 25;
+    /// Times this, a row stride plus its complement is 2^64.
+    const WRAP: u64 = 1 << 39;
+
     /// Boxes of `box_rows` rows of one head, `box_cols` columns wide, with the swizzle of that width.
     pub const fn tile(box_cols: u32, box_rows: u32, swizzle: Swizzle) -> Self {
-        JaggedMap { bound: box_rows, box_cols, box_rows, box_heads: 1, swizzle }
+        JaggedMap { box_cols, box_rows, box_heads: 1, swizzle }
     }
 
     /// The map's description for a tensor. `view.rows`, `view.heads` and `view.dim` are at least 1.
@@ -202,30 +207,30 @@ impl JaggedMap {
         if rows > i32::MAX as u64 {
             return fail("rows", rows.to_string(), "must fit a 32-bit coordinate");
         }
-        let address = view.data.addr() as u64;
-        let Some(base) = row_bytes.checked_mul(u64::from(self.bound)).and_then(|b| address.checked_sub(b)) else {
-            return fail("row_stride", view.row_stride.to_string(), "is too large for this address");
+        let Some(wrap) = Self::WRAP.checked_sub(row_bytes) else {
+            return fail("row_stride", view.row_stride.to_string(), "must be at most 2^39 bytes");
         };
+        let bound = u64::from(Self::BOUND);
         let spec = TensorMapSpec {
             tensor,
             element,
-            address: base,
-            rank: 4,
-            dims: [dim, u64::from(self.bound), rows + 1, heads, 0],
-            strides: [row_bytes, row_bytes, head_bytes, 0],
-            box_dims: [self.box_cols, self.box_rows, 1, self.box_heads, 0],
+            address: view.data.addr() as u64,
+            rank: 5,
+            dims: [dim, bound, rows + 1, heads, bound + 1],
+            strides: [row_bytes, row_bytes, head_bytes, wrap],
+            box_dims: [self.box_cols, self.box_rows, 1, self.box_heads, 1],
             swizzle: self.swizzle,
         };
         spec.validate()?;
         Ok(spec)
     }
 
-    /// Coordinates of the box that starts at absolute row `row` and column `col` of head `head`, in a sequence that
-    /// ends before absolute row `end`; `row <= end <= row + bound`. The kernels compute the same.
-    pub fn coordinates(&self, col: i32, row: i32, end: i32, head: i32) -> [i32; 4] {
-        debug_assert!(row <= end && i64::from(end) - i64::from(row) <= i64::from(self.bound));
-        #[expect(clippy::cast_possible_wrap, reason = "a box has at most 256 rows")]
-        [col, self.bound as i32 - (end - row), end, head]
+    /// Coordinates of the box at column `col` with rows `row .. row + rows` of head `head`, then zeros. The kernels
+    /// compute the same.
+    pub fn coordinates(&self, col: i32, row: i32, rows: i32, head: i32) -> [i32; 5] {
+        const BOUND: i32 = JaggedMap::BOUND.cast_signed();
+        debug_assert!(rows >= 0 && rows.unsigned_abs() <= self.box_rows);
+        [col, BOUND - rows, row + rows, head, BOUND]
     }
 }
 
@@ -235,23 +240,23 @@ mod tests {
     use jfa_core::DataPtr;
     use proptest::prelude::*;
 
-    /// What the copy engine does with a spec: byte addresses of a box, `None` where it fills with zeros.
-    fn read_box(spec: &TensorMapSpec, at: [i32; 4]) -> Vec<Option<u64>> {
+    /// What the copy engine does with a spec: byte addresses of a box, `None` where it fills with zeros. Addresses are
+    /// taken modulo 2^64.
+    fn read_box(spec: &TensorMapSpec, at: [i32; 5]) -> Vec<Option<u64>> {
         let mut out = Vec::new();
+        assert_eq!((spec.box_dims[2], spec.box_dims[4]), (1, 1));
         for h in 0..spec.box_dims[3] {
             for y in 0..spec.box_dims[1] {
                 for c in 0..spec.box_dims[0] {
-                    let p = [
-                        i64::from(at[0]) + i64::from(c),
-                        i64::from(at[1]) + i64::from(y),
-                        i64::from(at[2]),
-                        i64::from(at[3]) + i64::from(h),
-                    ];
+                    let mut p = at.map(i64::from);
+                    p[0] += i64::from(c);
+                    p[1] += i64::from(y);
+                    p[3] += i64::from(h);
                     let inside = p.iter().zip(&spec.dims).all(|(&p, &d)| p >= 0 && (p as u64) < d);
                     out.push(inside.then(|| {
-                        spec.address
-                            + p[0] as u64 * spec.element.size()
-                            + (1..4).map(|i| p[i] as u64 * spec.strides[i - 1]).sum::<u64>()
+                        (1..5).fold(spec.address + p[0] as u64 * spec.element.size(), |a, i| {
+                            a.wrapping_add((p[i] as u64).wrapping_mul(spec.strides[i - 1]))
+                        })
                     }));
                 }
             }
@@ -285,7 +290,7 @@ mod tests {
             let v = if heads_first { view(rows, heads, dim, dim_padded, rows * dim_padded) } else { view(rows, heads, dim, heads * dim_padded, dim_padded) };
             let map = JaggedMap::tile(64, box_rows, Swizzle::B128);
             let spec = map.spec("k", &v).unwrap();
-            let got = read_box(&spec, map.coordinates(col, start, start + len, head));
+            let got = read_box(&spec, map.coordinates(col, start, len, head));
             let mut it = got.into_iter();
             for y in 0..box_rows as i32 {
                 for c in 0..64 {
@@ -301,9 +306,9 @@ mod tests {
     #[test]
     fn several_heads_in_a_box() {
         let v = view(100, 8, 64, 8 * 64, 64);
-        let map = JaggedMap { bound: 16, box_cols: 64, box_rows: 16, box_heads: 4, swizzle: Swizzle::B128 };
+        let map = JaggedMap { box_cols: 64, box_rows: 16, box_heads: 4, swizzle: Swizzle::B128 };
         let spec = map.spec("q", &v).unwrap();
-        let got = read_box(&spec, map.coordinates(0, 10, 13, 4));
+        let got = read_box(&spec, map.coordinates(0, 10, 3, 4));
         let real = got.iter().filter(|a| a.is_some()).count();
         assert_eq!(real, 4 * 3 * 64);
         assert_eq!(got[0], Some(v.data.addr() as u64 + 2 * (10 * 512 + 4 * 64)));
@@ -314,7 +319,7 @@ mod tests {
     fn single_rows_and_heads_ignore_their_strides() {
         let map = JaggedMap::tile(64, 64, Swizzle::B128);
         let spec = map.spec("q", &view(1, 1, 64, -7, 3)).unwrap();
-        assert_eq!(spec.strides, [128, 128, 128, 0]);
+        assert_eq!(spec.strides, [128, 128, 128, (1 << 39) - 128]);
         let got = read_box(&spec, map.coordinates(0, 0, 1, 0));
         assert_eq!(got[0], Some(0x7f00_0000_0000));
         assert!(got[64..].iter().all(Option::is_none));
@@ -329,7 +334,7 @@ mod tests {
             (view(9, 2, 64, 130, 64), "strides[0] = 260"),
             (view(9, 2, 64, 128, 68), "strides[2] = 136"),
             (view(1 << 31, 2, 64, 128, 64), "rows = 2147483648"),
-            (view(9, 2, 64, 1 << 39, 64), "strides[0]"),
+            (view(9, 2, 64, 1 << 39, 64), "at most 2^39 bytes"),
             (view(9, 2, 64, 1 << 50, 64), "row_stride"),
             (view(9, 2, 0, 128, 64), "dims[0] = 0"),
         ] {
@@ -339,10 +344,10 @@ mod tests {
         let mut v = view(9, 2, 64, 128, 64);
         v.data = DataPtr::new(0x7f00_0000_0002usize as *mut u8);
         let e = map.spec("v", &v).unwrap_err().to_string();
-        assert!(e.contains("must be a multiple of 16"), "{e}");
+        assert!(e.contains("address = 0x7f0000000002: must be a multiple of 16"), "{e}");
         let wide = JaggedMap::tile(128, 64, Swizzle::B128);
         assert!(wide.spec("q", &view(9, 2, 128, 256, 128)).unwrap_err().to_string().contains("box[0] = 128"));
-        let tall = JaggedMap { bound: 300, box_cols: 64, box_rows: 300, box_heads: 1, swizzle: Swizzle::B128 };
+        let tall = JaggedMap { box_cols: 64, box_rows: 300, box_heads: 1, swizzle: Swizzle::B128 };
         assert!(tall.spec("q", &view(9, 2, 128, 256, 128)).unwrap_err().to_string().contains("box[1] = 300"));
     }
 
@@ -353,7 +358,7 @@ mod tests {
         let map = JaggedMap::tile(64, 128, Swizzle::B128);
         let spec = map.spec("k", &v).unwrap();
         let last = (1 << 30) - 1;
-        let got = read_box(&spec, map.coordinates(64, last, last + 1, 3));
+        let got = read_box(&spec, map.coordinates(64, last, 1, 3));
         assert_eq!(got[0], Some(0x7f00_0000_0000 + 2 * (u64::from(last as u32) * 512 + 3 * 128 + 64)));
         assert!(got[64..].iter().all(Option::is_none));
     }

@@ -105,6 +105,7 @@ fn kernel(name: &str, cluster: [u32; 3]) -> KernelInfo {
         name: name.to_owned(),
         entry: name.to_owned(),
         tags: BTreeMap::from([("kind".to_owned(), name.to_owned())]),
+        constants: BTreeMap::new(),
         parameters: vec![
             Parameter { name: "map".into(), kind: ParameterKind::TensorMap, bytes: 128, offset: 0, tile: None },
             Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None },

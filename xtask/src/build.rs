@@ -15,7 +15,9 @@ use crate::Places;
 use crate::rows::{Family, Row};
 use crate::toolchain::{self, Compiled, Notes, Toolchain, Usage};
 
-/// Name of the `__constant__ unsigned` in which a source states its dynamic shared memory.
+/// A source states numbers for the launcher in `__constant__ unsigned` variables with this prefix.
+const CONSTANT_PREFIX: &str = "jfa_";
+/// The one among them that is its dynamic shared memory, in bytes.
 const SHARED_SYMBOL: &str = "jfa_dynamic_shared";
 /// Shared memory a block can have beside what the system keeps, on every architecture compiled for.
 const MOST_SHARED: u32 = 232_448;
@@ -328,6 +330,12 @@ fn describe(toolchain: &dyn Toolchain, job: &Job, compiled: &Compiled) -> Result
         name: row.name.clone(),
         entry: entry.clone(),
         tags: row.tags.clone(),
+        constants: code
+            .constants
+            .iter()
+            .filter(|(name, _)| *name != SHARED_SYMBOL)
+            .filter_map(|(name, value)| Some((name.strip_prefix(CONSTANT_PREFIX)?.to_owned(), *value)))
+            .collect(),
         parameters,
         threads,
         shared_static,

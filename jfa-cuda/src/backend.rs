@@ -1,0 +1,218 @@
+//! The backend: what it is, what it supports, where it comes from.
+
+use std::sync::Arc;
+
+use jfa_core::backend::DimRange;
+use jfa_core::memory::DeviceMemory;
+use jfa_core::registry::{Environment, Factory, Registry};
+use jfa_core::{AttentionBackend, BackendPlan, Capabilities, DType, Error, MemorySpace, Problem, Result};
+use jfa_driver::cuda::CudaGpu;
+use jfa_driver::{DriverError, Gpu, KernelSet};
+use once_cell::sync::OnceCell;
+
+use crate::kernels::{self, ALIGNMENT};
+use crate::plan::CudaPlan;
+
+/// Name in the registry.
+pub(crate) const NAME: &str = "cuda";
+
+/// The compiled kernels that are part of this crate, one bundle per architecture and kind.
+pub const BUNDLES: &[&[u8]] = &[
+    include_bytes!("../bundles/cuda.sm_90a.cubin.bundle"),
+    include_bytes!("../bundles/cuda.sm_100a.cubin.bundle"),
+    #[cfg(feature = "ptx")]
+    include_bytes!("../bundles/cuda.sm_90a.ptx.bundle"),
+    #[cfg(feature = "ptx")]
+    include_bytes!("../bundles/cuda.sm_100a.ptx.bundle"),
+];
+
+/// Hand-written CUDA kernels on whatever executes them.
+pub struct CudaBackend {
+    name: String,
+    variant: Option<String>,
+    kernels: Arc<KernelSet>,
+    capabilities: Capabilities,
+    validate: Option<bool>,
+    memory: OnceCell<Arc<dyn DeviceMemory>>,
+}
+
+impl CudaBackend {
+    /// The backend over an executor: the CUDA driver, or a simulator with its PTX bundles. `variant` prefers kernels of
+    /// that variant. With `validate` every schedule checks the device's offsets first, which waits for the stream;
+    /// `None` asks the environment whenever a plan is made.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] when no device of the executor has kernels, or the variant does not exist.
+    pub fn new(
+        gpu: Arc<dyn Gpu>,
+        bundles: &[&'static [u8]],
+        name: &str,
+        variant: Option<&str>,
+        validate: Option<bool>,
+    ) -> Result<Self> {
+        let failed = |e: DriverError| e.for_backend(name);
+        let kernels = Arc::new(KernelSet::new(gpu, "jfa-cuda", bundles).map_err(failed)?);
+        let capabilities = capabilities(name, &kernels)?;
+        if let Some(variant) = variant {
+            let known = kernels::variants(&kernels);
+            if !known.contains(variant) {
+                let known: Vec<_> = known.into_iter().collect();
+                let list = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+                return Err(Error::Unavailable {
+                    name: format!("{name}:{variant}"),
+                    reason: format!("no kernel has the variant '{variant}'; there are: {list}"),
+                });
+            }
+        }
+        Ok(CudaBackend {
+            name: variant.map_or_else(|| name.to_owned(), |v| format!("{name}:{v}")),
+            variant: variant.map(str::to_owned),
+            kernels,
+            capabilities,
+            validate,
+            memory: OnceCell::new(),
+        })
+    }
+}
+
+/// What the compiled kernels of the first usable device support, as data.
+fn capabilities(name: &str, set: &KernelSet) -> Result<Capabilities> {
+    let unavailable = |reason: String| Error::Unavailable { name: name.to_owned(), reason };
+    let Some(device) = kernels::best_device(set) else {
+        // Every device lacks something; the first one's words say what.
+        let reason = match set.bundle(0) {
+            Err(e) => e.to_string(),
+            Ok(b) => format!("the kernels compiled for {} contain no forward", b.arch()),
+        };
+        return Err(unavailable(reason));
+    };
+    let bundle = set.bundle(device).map_err(|e| e.for_backend(name))?;
+    let of_kind = |kind: &'static str| bundle.kernels().iter().filter(move |k| k.tag("kind") == kind);
+    let dtypes =
+        DType::ALL.into_iter().filter(|d| of_kind("forward").any(|k| k.tag("dtype") == d.to_string())).collect();
+    let widest = of_kind("forward").filter_map(|k| k.tag("head_dim").parse::<i64>().ok()).max().unwrap_or(0);
+    // Narrower heads run on the next wider kernel: the copy engine fills the missing columns with zeros.
+    let dims = vec![DimRange { min: 8, max: widest, step: 8 }];
+    Ok(Capabilities {
+        memory_space: MemorySpace::CudaDevice,
+        dtypes,
+        head_dims: dims.clone(),
+        head_dims_v: dims,
+        unequal_head_dims: true,
+        causal: true,
+        window: true,
+        biases: Vec::new(),
+        gqa: true,
+        kv_index: true,
+        broadcast_query: true,
+        backward: of_kind("backward").next().is_some(),
+        deterministic: of_kind("backward").next().is_some(),
+        zero_unused_rows: of_kind("zero_rows").next().is_some(),
+        base_alignment: ALIGNMENT,
+        stride_alignment: ALIGNMENT,
+    })
+}
+
+impl AttentionBackend for CudaBackend {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn description(&self) -> String {
+        format!(
+            "hand-written CUDA {} (kernels for {}); {}",
+            env!("CARGO_PKG_VERSION"),
+            self.kernels.compiled_in(),
+            self.kernels.gpu().description()
+        )
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn memory(&self) -> Option<Arc<dyn DeviceMemory>> {
+        let device = kernels::best_device(&self.kernels)?;
+        match self.memory.get_or_try_init(|| self.kernels.gpu().clone().memory(device)) {
+            Ok(memory) => Some(memory.clone()),
+            Err(e) => {
+                tracing::error!(target: "jfa", "{}: memory of device {device}: {e}", self.name);
+                None
+            }
+        }
+    }
+
+    fn plan(&self, problem: &Problem) -> Result<Arc<dyn BackendPlan>> {
+        let validate = self.validate.unwrap_or_else(|| Environment::from_process().validate());
+        let plan = CudaPlan::new(&self.name, &self.kernels, self.variant.as_deref(), problem, validate)?;
+        Ok(Arc::new(plan))
+    }
+}
+
+/// Makes `cuda` for the registry: the driver is loaded when the backend is first asked for, and every later request
+/// shares that driver and the kernels loaded so far.
+pub fn factory() -> Factory {
+    /// One per process: kernels are never unloaded, since queued work may still use them, so that a second set would
+    /// only be a second copy. What is loaded on which device is state of the set.
+    static DRIVER: OnceCell<Arc<CudaGpu>> = OnceCell::new();
+    static PLAIN: OnceCell<Arc<CudaBackend>> = OnceCell::new();
+    Arc::new(|variant| {
+        let make = || {
+            let gpu = DRIVER.get_or_try_init(CudaGpu::new).map_err(|e| e.for_backend(NAME))?;
+            CudaBackend::new(gpu.clone(), BUNDLES, NAME, variant, None).map(Arc::new)
+        };
+        let backend = match variant {
+            None => PLAIN.get_or_try_init(make)?.clone(),
+            Some(_) => make()?,
+        };
+        Ok(backend)
+    })
+}
+
+/// Adds `cuda` to a registry.
+pub fn register(registry: &mut Registry) {
+    registry.register_in(NAME, MemorySpace::CudaDevice, factory());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use jfa_driver::{Arch, Bundle, ImageKind};
+
+    #[test]
+    fn embedded_bundles_are_whole() {
+        let mut archs = Vec::new();
+        for file in BUNDLES {
+            let bundle = Bundle::from_static(file).unwrap();
+            bundle.verify().unwrap();
+            assert_eq!(bundle.manifest().owner, "jfa-cuda");
+            if bundle.kind() == ImageKind::Cubin {
+                archs.push(bundle.arch());
+                for (i, k) in bundle.kernels().iter().enumerate() {
+                    let cubin = jfa_driver::cubin::parse(bundle.image(i).unwrap()).unwrap();
+                    let real = &cubin.kernels[&k.entry];
+                    let listed: Vec<_> = k.parameters.iter().map(|p| (p.offset, p.bytes)).collect();
+                    let recorded: Vec<_> = real.parameters.iter().map(|p| (p.offset, p.bytes)).collect();
+                    assert_eq!(listed, recorded, "{}", k.name);
+                }
+            }
+        }
+        assert_eq!(archs, [Arch::SM_90A, Arch::SM_100A]);
+    }
+
+    #[test]
+    fn without_a_device_the_registry_says_why() {
+        let mut registry = Registry::new();
+        register(&mut registry);
+        let request = jfa_core::registry::Request { backend: Some("cuda".to_owned()), ..Default::default() };
+        let environment = Environment::from_pairs(Vec::<(String, String)>::new());
+        match registry.select(&request, &environment) {
+            Ok(selection) => assert_eq!(selection.candidates[0].name(), "cuda"),
+            Err(Error::Unavailable { name, reason }) => {
+                assert_eq!(name, "cuda");
+                assert!(reason.contains("CUDA driver") || reason.contains("compiled in"), "{reason}");
+            }
+            Err(e) => panic!("{e}"),
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Which compiled kernel does what: choices by the tags of the manifest.
+
+use std::collections::BTreeSet;
+
+use jfa_core::{DType, Error, Result};
+use jfa_driver::bundle::Tile;
+use jfa_driver::{JaggedMap, KernelInfo, KernelSet, Swizzle};
+
+/// Bytes that base addresses and strides are multiples of: what the copy engine needs. The kernels promise the compiler
+/// no more.
+pub(crate) const ALIGNMENT: usize = 16;
+
+/// The first device that has the kernels of a forward.
+pub(crate) fn best_device(set: &KernelSet) -> Option<usize> {
+    set.usable_devices().find(|d| set.bundle(*d).is_ok_and(|b| b.kernels().iter().any(|k| k.tag("kind") == "forward")))
+}
+
+/// Names of the variants of any kernel on any device.
+pub(crate) fn variants(set: &KernelSet) -> BTreeSet<String> {
+    set.usable_devices()
+        .filter_map(|d| set.bundle(d).ok())
+        .flat_map(|b| b.kernels())
+        .map(|k| k.tag("variant").to_owned())
+        .filter(|v| !v.is_empty())
+        .collect()
+}
+
+/// What a pass asks of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted<'a> {
+    /// Tag `kind`.
+    pub kind: &'static str,
+    /// Element type.
+    pub dtype: DType,
+    /// Widest head of the problem.
+    pub head_dim: i64,
+    /// Preferred variant.
+    pub variant: Option<&'a str>,
+}
+
+/// The narrowest kernel that is wide enough; among those of one width, one of the preferred variant, else a plain one.
+pub(crate) fn choose(set: &KernelSet, device: usize, wanted: Wanted) -> jfa_driver::Result<usize> {
+    let what = || format!("{} of {} with head_dim {}", wanted.kind, wanted.dtype, wanted.head_dim);
+    let bundle = set.bundle(device)?;
+    let dtype = wanted.dtype.to_string();
+    let best = bundle
+        .kernels()
+        .iter()
+        .enumerate()
+        .filter(|(_, k)| k.tag("kind") == wanted.kind && k.tag("dtype") == dtype)
+        .filter(|(_, k)| k.tag("variant").is_empty() || Some(k.tag("variant")) == wanted.variant)
+        .filter_map(|(i, k)| Some((k.tag("head_dim").parse::<i64>().ok()?, k.tag("variant").is_empty(), i)))
+        .filter(|(dim, ..)| *dim >= wanted.head_dim)
+        .min();
+    match best {
+        Some((_, _, index)) => Ok(index),
+        // Nothing fits: the set's own words list what there is.
+        None => set.find(device, &what(), |_| false),
+    }
+}
+
+/// A number that the kernel's source states.
+pub(crate) fn constant(info: &KernelInfo, name: &str) -> Result<i32> {
+    let value = info.constants.get(name).copied().and_then(|v| i32::try_from(v).ok()).filter(|v| *v > 0);
+    value.ok_or_else(|| Error::Internal(format!("kernel {} states no {name}", info.name)))
+}
+
+/// The tensor map of a parameter: its box, as the manifest gives it, reshaped for packed heads by `shape`.
+pub(crate) fn map_of(info: &KernelInfo, parameter: &str, shape: impl FnOnce(Tile) -> Tile) -> Result<JaggedMap> {
+    let bad = |why: &str| Error::Internal(format!("kernel {}: parameter {parameter} {why}", info.name));
+    let p = info.parameters.iter().find(|p| p.name == parameter).ok_or_else(|| bad("is missing"))?;
+    let tile = shape(p.tile.ok_or_else(|| bad("has no tile"))?);
+    // Every tensor of a kernel has 16-bit elements; a row of a box is one swizzle span.
+    let swizzle = Swizzle::of_span(u64::from(tile.cols) * 2).ok_or_else(|| bad("has a tile without a swizzle"))?;
+    Ok(JaggedMap { box_cols: tile.cols, box_rows: tile.rows, box_heads: tile.heads, swizzle })
+}
+
+/// Refuses a kernel that was compiled to assume more than the backend's callers promise.
+pub(crate) fn check_promises(info: &KernelInfo) -> Result<()> {
+    for p in &info.promises {
+        if [p.base, p.row_stride, p.head_stride].iter().any(|bytes| *bytes as usize > ALIGNMENT) {
+            return Err(Error::Internal(format!(
+                "kernel {} assumes more than {ALIGNMENT}-byte alignment of {}",
+                info.name, p.argument
+            )));
+        }
+    }
+    Ok(())
+}
