@@ -51,6 +51,7 @@ pub(crate) const VERSION_C: &CStr = match CStr::from_bytes_with_nul(concat!(env!
 /// started and no device is touched before one is selected.
 pub fn registry() -> Registry {
     let mut registry = Registry::new();
+    jfa_cuda::register(&mut registry);
     jfa_core::cpu::register(&mut registry);
     registry.set_plugin_loader(Arc::new(plugin::Loader));
     registry
