@@ -1,0 +1,529 @@
+//! The launcher over an executor that records: what would be launched, with which parameters and tensor maps. Needs no
+//! device; the bundles are the real ones.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use jfa_core::layout::Offsets;
+use jfa_core::memory::DeviceMemory;
+use jfa_core::{
+    Alignment, Buffer, Call, DType, DataPtr, Error, ForwardArgs, Layout, LseView, Mask, Plan, Problem, Stream,
+    TensorView,
+};
+use jfa_cuda::params::{Finding, ForwardParams, ScheduleParams, ValidateParams, ZeroParams};
+use jfa_cuda::{BUNDLES, CudaBackend};
+use jfa_driver::gpu::Entered;
+use jfa_driver::{
+    Arch, ComputeCapability, DeviceInfo, DriverError, Gpu, ImageKind, JaggedMap, KernelArg, KernelHandle, KernelInfo,
+    LaunchShape, Result, TensorMap, TensorMapSpec,
+};
+
+/// A launch, as recorded.
+#[derive(Clone)]
+struct Launched {
+    kernel: String,
+    shape: LaunchShape,
+    args: Vec<Vec<u8>>,
+}
+
+impl Launched {
+    /// The last argument, as a structure.
+    fn params<T: Copy>(&self) -> T {
+        let bytes = self.args.last().unwrap();
+        assert_eq!(bytes.len(), size_of::<T>(), "{}", self.kernel);
+        // SAFETY: the size is right, and the structures are plain numbers.
+        unsafe { std::ptr::read_unaligned(bytes.as_ptr().cast()) }
+    }
+
+    /// A tensor map argument: the recorder writes the number of its specification there.
+    fn map(&self, index: usize) -> usize {
+        usize::from(self.args[index][0])
+    }
+}
+
+#[derive(Default)]
+struct Recorder {
+    devices: Vec<DeviceInfo>,
+    kernels: Mutex<Vec<String>>,
+    launches: Mutex<Vec<Launched>>,
+    maps: Mutex<Vec<TensorMapSpec>>,
+    finding: Mutex<Option<Finding>>,
+    capturing: AtomicBool,
+    waits: AtomicUsize,
+    inside: AtomicUsize,
+}
+
+impl Recorder {
+    fn new(capabilities: &[(u32, u32)]) -> Arc<Self> {
+        let devices = capabilities
+            .iter()
+            .enumerate()
+            .map(|(ordinal, &(major, minor))| DeviceInfo {
+                ordinal,
+                name: "recorder".to_owned(),
+                capability: ComputeCapability { major, minor },
+                multiprocessors: 132,
+                shared_per_block: 232_448,
+                l2_bytes: 50 << 20,
+                memory_bytes: 1 << 37,
+            })
+            .collect();
+        Arc::new(Recorder { devices, ..Recorder::default() })
+    }
+
+    fn take(&self) -> Vec<Launched> {
+        assert_eq!(self.inside.load(Ordering::SeqCst), 0, "the context was given back");
+        std::mem::take(&mut self.launches.lock().unwrap())
+    }
+
+    fn map(&self, launch: &Launched, index: usize) -> TensorMapSpec {
+        self.maps.lock().unwrap()[launch.map(index)]
+    }
+}
+
+impl Gpu for Recorder {
+    fn description(&self) -> String {
+        "recorder".to_owned()
+    }
+    fn devices(&self) -> &[DeviceInfo] {
+        &self.devices
+    }
+    fn image_kind(&self) -> ImageKind {
+        ImageKind::Cubin
+    }
+    fn enter(&self, stream: Stream) -> Result<Entered> {
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        Ok(Entered { device: stream.0.addr(), pushed: true })
+    }
+    fn leave(&self, _: Entered) {
+        self.inside.fetch_sub(1, Ordering::SeqCst);
+    }
+    fn load(&self, _: usize, _: Arch, kernel: &KernelInfo, image: &[u8]) -> Result<KernelHandle> {
+        assert!(image.starts_with(b"\x7fELF"));
+        let mut kernels = self.kernels.lock().unwrap();
+        kernels.push(kernel.name.clone());
+        Ok(KernelHandle(kernels.len() - 1))
+    }
+    fn encode(&self, spec: &TensorMapSpec) -> Result<TensorMap> {
+        let mut maps = self.maps.lock().unwrap();
+        maps.push(*spec);
+        let mut words = [0; 16];
+        words[0] = maps.len() as u64 - 1;
+        Ok(TensorMap(words))
+    }
+    unsafe fn launch(&self, _: Stream, kernel: KernelHandle, shape: &LaunchShape, args: &[KernelArg]) -> Result<()> {
+        let bytes = |a: &KernelArg| {
+            // SAFETY: an argument lives until the launch returns.
+            unsafe { std::slice::from_raw_parts(a.as_ptr().cast::<u8>(), a.bytes()) }.to_vec()
+        };
+        self.launches.lock().unwrap().push(Launched {
+            kernel: self.kernels.lock().unwrap()[kernel.0].clone(),
+            shape: *shape,
+            args: args.iter().map(bytes).collect(),
+        });
+        Ok(())
+    }
+    unsafe fn fill(&self, _: Stream, _: DataPtr, _: u8, _: usize) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn copy_to_host(&self, _: Stream, to: &mut [u8], _: DataPtr) -> Result<()> {
+        let finding =
+            self.finding.lock().unwrap().unwrap_or(Finding { array: 0, reserved: 0, index: 0, value: 0, limit: 0 });
+        // SAFETY: a finding is plain numbers.
+        let bytes = unsafe { std::slice::from_raw_parts((&raw const finding).cast::<u8>(), size_of::<Finding>()) };
+        to.copy_from_slice(bytes);
+        Ok(())
+    }
+    fn synchronize(&self, _: Stream) -> Result<()> {
+        self.waits.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+    fn is_capturing(&self, _: Stream) -> Result<bool> {
+        Ok(self.capturing.load(Ordering::SeqCst))
+    }
+    fn memory(self: Arc<Self>, _: usize) -> Result<Arc<dyn DeviceMemory>> {
+        Err(DriverError::Unavailable("a recorder has no memory".to_owned()))
+    }
+}
+
+fn at(address: usize) -> DataPtr {
+    DataPtr::new(std::ptr::without_provenance_mut::<u8>(address))
+}
+
+fn offsets(address: usize) -> Offsets {
+    Offsets::i32(std::ptr::without_provenance(address))
+}
+
+fn plan_on(gpu: &Arc<Recorder>, problem: &Problem, validate: bool) -> jfa_core::Result<Plan> {
+    let backend = CudaBackend::new(gpu.clone(), BUNDLES, "cuda", None, Some(validate))?;
+    Plan::new(Arc::new(backend), problem)
+}
+
+fn schedule_buffer(plan: &Plan) -> Buffer {
+    Buffer { data: at(0x7000_0000), bytes: plan.requirements().schedule_bytes }
+}
+
+/// Arguments of a forward over whole buffers.
+fn forward_args(problem: &Problem, kv_rows: i64) -> ForwardArgs {
+    let p = problem;
+    let (q, o) = (p.q_rows(), p.o_rows());
+    let view = |address, rows, heads, dim| TensorView::contiguous(at(address), p.dtype, rows, heads, dim);
+    let kv = |address, dim| {
+        let mut v = view(address, kv_rows, p.heads_kv, dim);
+        if kv_rows == 0 {
+            v.data = DataPtr::NULL;
+        }
+        v
+    };
+    ForwardArgs {
+        q: view(0x1000_0000, q, p.heads_q, p.head_dim),
+        k: kv(0x2000_0000, p.head_dim),
+        v: kv(0x3000_0000, p.head_dim_v),
+        bias: DataPtr::NULL,
+        o: view(0x4000_0000, o, p.heads_q, p.head_dim_v),
+        lse: LseView::contiguous(at(0x5000_0000), o),
+    }
+}
+
+fn run(gpu: &Recorder, plan: &Plan, layout: &Layout, args: &ForwardArgs) -> Vec<Launched> {
+    let schedule = schedule_buffer(plan);
+    let call = Call { layout, schedule, workspace: Buffer::EMPTY, stream: Stream::DEFAULT };
+    // SAFETY: the recorder follows no address.
+    unsafe {
+        plan.build_schedule(layout, schedule, Stream::DEFAULT).unwrap();
+        plan.forward(&call, args).unwrap();
+    }
+    gpu.take()
+}
+
+#[test]
+fn self_attention() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem = Problem::builder(DType::BF16, 4, 128).capacity(1152, 147_000, 147_000).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    assert!(plan.describe().contains("forward_128_bf16 (sm_90a, 384 threads"), "{}", plan.describe());
+    let layout = Layout::jagged(1000, offsets(0x100), offsets(0x200));
+    let args = forward_args(&problem, problem.total_kv);
+    let launches = run(&gpu, &plan, &layout, &args);
+    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    assert_eq!(names, ["schedule", "forward_128_bf16"]);
+
+    let s = &launches[0];
+    assert_eq!((s.shape.grid, s.shape.threads, s.shape.cluster), ([8, 1, 1], 1024, Some([8, 1, 1])));
+    let p: ScheduleParams = s.params();
+    assert_eq!((p.q_offsets, p.kv_offsets, p.q_lengths, p.kv_lengths, p.kv_index), (0x100, 0x200, 0, 0, 0));
+    assert_eq!((p.batch, p.kv_batch, p.total_q, p.total_kv), (1000, 1000, 147_000, 147_000));
+    assert_eq!((p.broadcast_q_len, p.forward_rows, p.forward_kv_tile, p.merge_shared_kv), (-1, 128, 128, 0));
+    assert_eq!((p.mask.left, p.mask.right, p.mask.bottom_right), (-1, -1, 0));
+    // Header, sequences, units; every batch has at most total / rows + batch units.
+    assert_eq!(p.forward_capacity, 147_000 / 128 + 1152);
+    assert_eq!((p.header, p.sequences), (0x7000_0000, 0x7000_0100));
+    assert_eq!(p.forward_list, 0x7000_0100 + 1152 * 32);
+    assert!(p.forward_list + 8 * p.forward_capacity as u64 <= 0x7000_0000 + plan.requirements().schedule_bytes as u64);
+
+    let f = &launches[1];
+    assert_eq!((f.shape.grid, f.shape.threads, f.shape.cluster), ([132, 1, 1], 384, None));
+    assert!(f.shape.shared_bytes > 200_000);
+    let p: ForwardParams = f.params();
+    assert_eq!((p.header, p.sequences, p.units), (0x7000_0000, 0x7000_0100, 0x7000_0100 + 1152 * 32));
+    assert_eq!((p.lse, p.lse_head_stride, p.o_rows), (0x5000_0000, 147_000, 147_000));
+    assert_eq!((p.heads, p.group, p.packed_log2, p.has_prescale), (4, 1, 0, 0));
+    assert!((f64::from(p.scale_log2) - 1.442_695_04 / 128f64.sqrt()).abs() < 1e-7);
+    assert!((p.prescale - 1.0).abs() < f32::EPSILON);
+    let specs: Vec<_> = (0..4).map(|i| gpu.map(f, i)).collect();
+    assert_eq!(specs.iter().map(|s| s.tensor).collect::<Vec<_>>(), ["q", "k", "v", "o"]);
+    assert_eq!(specs[0], JaggedMap::tile(64, 64, jfa_driver::Swizzle::B128).spec("q", &args.q).unwrap());
+    assert_eq!(specs[3].box_dims, [64, 16, 1, 1, 1]);
+}
+
+#[test]
+fn fewer_rows_and_strides_of_the_call_are_what_the_maps_describe() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem = Problem::builder(DType::F16, 2, 64).capacity(8, 1000, 1000).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let fused = |address| TensorView {
+        data: at(address),
+        dtype: DType::F16,
+        rows: 300,
+        heads: 2,
+        dim: 64,
+        row_stride: 3 * 128,
+        head_stride: 64,
+    };
+    let mut args = forward_args(&problem, 1000);
+    (args.q, args.k, args.v) = (fused(0x1000_0000), fused(0x1000_0100), fused(0x1000_0200));
+    (args.o.rows, args.lse.rows) = (300, 300);
+    let launches = run(&gpu, &plan, &Layout::jagged(3, offsets(0x100), offsets(0x200)), &args);
+    let spec = gpu.map(&launches[1], 1);
+    assert_eq!(spec.address, 0x1000_0100);
+    assert_eq!(spec.dims, [64, 1 << 25, 301, 2, (1 << 25) + 1]);
+    assert_eq!(spec.strides, [768, 768, 128, (1 << 39) - 768]);
+    let p: ForwardParams = launches[1].params();
+    assert_eq!((p.o_rows, p.lse_head_stride), (300, 1000));
+}
+
+#[test]
+fn groups_are_packed_into_rows() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    for (heads_q, heads_kv, packed) in [(16, 4, 2u32), (16, 1, 4), (8, 4, 1), (6, 2, 0), (64, 1, 0), (4, 4, 0)] {
+        let problem = Problem::builder(DType::BF16, heads_q, 128)
+            .heads_kv(heads_kv)
+            .capacity(100, 10_000, 10_000)
+            .build()
+            .unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let launches =
+            run(&gpu, &plan, &Layout::jagged(100, offsets(0x100), offsets(0x200)), &forward_args(&problem, 10_000));
+        let s: ScheduleParams = launches[0].params();
+        assert_eq!(s.forward_rows, 128 >> packed);
+        assert_eq!(i64::from(s.forward_capacity), 10_000 / i64::from(s.forward_rows) + 100);
+        let p: ForwardParams = launches[1].params();
+        assert_eq!(p.packed_log2.cast_unsigned(), packed);
+        assert_eq!(i64::from(p.group), heads_q / heads_kv);
+        assert_eq!(i64::from(p.heads), if packed > 0 { heads_kv } else { heads_q });
+        let (q, k, o) = (gpu.map(&launches[1], 0), gpu.map(&launches[1], 1), gpu.map(&launches[1], 3));
+        assert_eq!((q.box_dims[1], q.box_dims[3]), (64 >> packed, 1 << packed));
+        assert_eq!((k.box_dims[1], k.box_dims[3]), (64, 1));
+        // A warp stores 16 rows of a block: of one head, or of several when a head has fewer.
+        assert_eq!(o.box_dims[1] * o.box_dims[3], 16);
+        assert_eq!(o.box_dims[1], 16.min(64 >> packed));
+    }
+}
+
+#[test]
+fn masks_scales_and_index_types() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let base = || Problem::builder(DType::BF16, 2, 128).capacity(10, 1000, 1000);
+    let window = |left, right, alignment| Mask::Window { left, right, alignment };
+    for (mask, expected) in [
+        (Mask::Full, (-1, -1, 0)),
+        (Mask::Causal(Alignment::TopLeft), (-1, 0, 0)),
+        (Mask::Causal(Alignment::BottomRight), (-1, 0, 1)),
+        (window(Some(5), Some(0), Alignment::BottomRight), (5, 0, 1)),
+        (window(None, Some(7), Alignment::TopLeft), (-1, 7, 0)),
+        (window(Some(u32::MAX), Some(1 << 31), Alignment::TopLeft), (-1, -1, 0)),
+        (window(Some(2_147_481_599), None, Alignment::TopLeft), (2_147_481_599, -1, 0)),
+    ] {
+        let problem = base().mask(mask).build().unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let mut layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+        layout.q_offsets = Some(Offsets::i64(std::ptr::without_provenance(0x100)));
+        layout.q_lengths = Some(at(0x300));
+        layout.kv_lengths = Some(at(0x400));
+        let launches = run(&gpu, &plan, &layout, &forward_args(&problem, 1000));
+        let s: ScheduleParams = launches[0].params();
+        assert_eq!((s.mask.left, s.mask.right, s.mask.bottom_right), expected, "{mask}");
+        assert_eq!((s.q_offsets_are_64bit, s.kv_offsets_are_64bit), (1, 0));
+        assert_eq!((s.q_lengths, s.kv_lengths), (0x300, 0x400));
+        let f: ForwardParams = launches[1].params();
+        assert_eq!((f.mask.left, f.mask.right, f.mask.bottom_right), expected, "{mask}");
+    }
+    for (scale, scale_log2, prescale, has) in [
+        (0.5f32, 0.5 * std::f32::consts::LOG2_E, 1.0f32, 0),
+        (0.0, std::f32::consts::LOG2_E, 0.0, 1),
+        (-2.0, std::f32::consts::LOG2_E, -2.0, 1),
+    ] {
+        let problem = base().scale(scale).build().unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let launches =
+            run(&gpu, &plan, &Layout::jagged(10, offsets(0x100), offsets(0x200)), &forward_args(&problem, 1000));
+        let f: ForwardParams = launches[1].params();
+        assert_eq!(
+            (f.scale_log2.to_bits(), f.prescale.to_bits(), f.has_prescale),
+            (scale_log2.to_bits(), prescale.to_bits(), has)
+        );
+    }
+}
+
+#[test]
+fn broadcast_and_shared_keys() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem = Problem::builder(DType::BF16, 2, 128).capacity(1000, 0, 9000).broadcast_query(32).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let launches = run(&gpu, &plan, &Layout::broadcast(900, offsets(0x200)), &forward_args(&problem, 9000));
+    let s: ScheduleParams = launches[0].params();
+    assert_eq!((s.q_offsets, s.broadcast_q_len, s.total_q, s.forward_capacity), (0, 32, 32_000, 1000));
+    assert_eq!(gpu.map(&launches[1], 0).dims[2], 33);
+    assert_eq!(gpu.map(&launches[1], 3).dims[2], 32_001);
+
+    let shared = |mask| {
+        let problem =
+            Problem::builder(DType::BF16, 2, 128).kv_index(64).capacity(1000, 1000, 9000).mask(mask).build().unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let mut layout = Layout::jagged(1000, offsets(0x100), offsets(0x200));
+        layout.kv_batch = 60;
+        layout.kv_index = Some(at(0x500));
+        let launches = run(&gpu, &plan, &layout, &forward_args(&problem, 9000));
+        launches[0].params::<ScheduleParams>()
+    };
+    let s = shared(Mask::Full);
+    assert_eq!((s.kv_index, s.batch, s.kv_batch, s.merge_shared_kv), (0x500, 1000, 60, 1));
+    // Never more units than query rows.
+    assert_eq!(s.forward_capacity, 1000);
+    assert_eq!(shared(Mask::Causal(Alignment::TopLeft)).merge_shared_kv, 0);
+}
+
+#[test]
+fn no_keys_at_all() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem = Problem::builder(DType::BF16, 2, 128).capacity(10, 1000, 0).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let launches = run(&gpu, &plan, &Layout::jagged(10, offsets(0x100), offsets(0x200)), &forward_args(&problem, 0));
+    let tensors: Vec<_> = (0..4).map(|i| gpu.map(&launches[1], i).tensor).collect();
+    assert_eq!(tensors, ["q", "q", "q", "o"]);
+}
+
+#[test]
+fn head_dims_go_to_the_narrowest_kernel_that_is_wide_enough() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    for (dim, dim_v) in [(8, 8), (40, 64), (64, 64), (72, 64), (64, 72), (128, 128), (136, 8), (256, 256)] {
+        let problem = Problem::builder(DType::F16, 2, dim).head_dim_v(dim_v).capacity(10, 100, 100).build().unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let launches =
+            run(&gpu, &plan, &Layout::jagged(10, offsets(0x100), offsets(0x200)), &forward_args(&problem, 100));
+        let name = launches[1].kernel.clone();
+        let width: i64 = name.strip_prefix("forward_").unwrap().strip_suffix("_f16").unwrap().parse().unwrap();
+        assert!(width >= dim.max(dim_v), "{name} for {dim}, {dim_v}");
+        assert_eq!(gpu.map(&launches[1], 0).dims[0], dim.unsigned_abs());
+        assert_eq!(gpu.map(&launches[1], 2).dims[0], dim_v.unsigned_abs());
+    }
+    for (dim, words) in [(60, "head_dim 60"), (264, "head_dim 264")] {
+        let problem = Problem::builder(DType::F16, 2, dim).capacity(10, 100, 100).build().unwrap();
+        let e = plan_on(&gpu, &problem, false).unwrap_err().to_string();
+        assert!(e.contains(words) && e.contains("multiples of 8 in 8..=256"), "{e}");
+    }
+}
+
+#[test]
+fn limits_name_what_is_too_large() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let refuse = |problem: Problem, words: &str| {
+        let e = plan_on(&gpu, &problem, false).unwrap_err().to_string();
+        assert!(e.contains(words), "{e} lacks {words}");
+    };
+    let base = || Problem::builder(DType::BF16, 2, 128);
+    refuse(
+        base().capacity(10, 1 << 31, 10).build().unwrap(),
+        "total_q = 2147483648: the cuda backend takes at most 2147481600",
+    );
+    refuse(base().capacity(10, 10, 1 << 31).build().unwrap(), "total_kv = 2147483648");
+    refuse(base().capacity(1 << 20, 0, 10).broadcast_query(1 << 12).build().unwrap(), "batch * q_len = 4294967296");
+    refuse(
+        Problem::builder(DType::BF16, 4096, 128).capacity(1_000_000, 1_000_000, 10).build().unwrap(),
+        "2^31 - 1 tiles times heads",
+    );
+    // What the contract demands to work.
+    plan_on(
+        &gpu,
+        &Problem::builder(DType::BF16, 128, 128).capacity(1_000_000, 2_000_000_000, 2_000_000_000).build().unwrap(),
+        false,
+    )
+    .unwrap();
+    plan_on(&gpu, &Problem::builder(DType::F32, 2, 128).capacity(1, 1, 1).build().unwrap(), false)
+        .map(|_| ())
+        .unwrap_err()
+        .to_string()
+        .find("dtype f32 (has f16, bf16)")
+        .unwrap();
+}
+
+#[test]
+fn unused_rows_are_zeroed_first() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem = Problem::builder(DType::BF16, 2, 96)
+        .head_dim_v(64)
+        .capacity(10, 1000, 1000)
+        .zero_unused_rows(true)
+        .build()
+        .unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let mut layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+    layout.q_lengths = Some(at(0x300));
+    let args = forward_args(&problem, 1000);
+    let launches = run(&gpu, &plan, &layout, &args);
+    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    assert_eq!(names[..2], ["schedule", "zero_rows"]);
+    assert!(names[2].starts_with("forward_"));
+    let z: ZeroParams = launches[1].params();
+    assert_eq!((z.offsets, z.lengths, z.sequences, z.rows), (0x100, 0x300, 10, 1000));
+    assert_eq!((z.tensors[0].data, z.tensors[0].row_bytes, z.tensors[0].head_bytes), (0x4000_0000, 256, 128));
+    assert_eq!((z.tensors[0].heads, z.tensors[0].vectors, z.tensors[1].data), (2, 8, 0));
+    assert_eq!((z.lse, z.lse_heads, z.lse_head_stride), (0x5000_0000, 2, 1000));
+
+    // Without any sequence there is nothing else to do.
+    let empty = Layout { batch: 0, kv_batch: 0, q_lengths: None, ..layout };
+    let launches = run(&gpu, &plan, &empty, &args);
+    assert_eq!(launches.len(), 1);
+    assert_eq!(launches[0].params::<ZeroParams>().sequences, 0);
+}
+
+#[test]
+fn validation_waits_and_names_the_first_bad_entry() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem = Problem::builder(DType::BF16, 2, 128).kv_index(20).capacity(10, 1000, 2000).build().unwrap();
+    let plan = plan_on(&gpu, &problem, true).unwrap();
+    let mut layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+    layout.kv_batch = 20;
+    layout.kv_index = Some(at(0x500));
+    let schedule = schedule_buffer(&plan);
+    // SAFETY: the recorder follows no address.
+    let build = || unsafe { plan.build_schedule(&layout, schedule, Stream::DEFAULT) };
+    build().unwrap();
+    let launches = gpu.take();
+    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    assert_eq!(names, ["validate", "schedule"]);
+    assert_eq!(gpu.waits.load(Ordering::SeqCst), 1);
+    let v: ValidateParams = launches[0].params();
+    assert_eq!((v.batch, v.kv_batch, v.total_q, v.total_kv, v.finding), (10, 20, 1000, 2000, 0x7000_0000));
+
+    for (array, index, value, limit, words) in [
+        (1, 3, 7, 9, "q_offsets[3] = 7: offsets must not decrease (the entry before is 9)"),
+        (1, 0, -4, 0, "q_offsets[0] = -4: offsets must not be negative"),
+        (2, 20, 2001, 2000, "kv_offsets[20] = 2001: lies past the buffer's 2000 rows"),
+        (3, 1, -1, 5, "q_lengths[1] = -1: must lie between 0 and the 5 rows of its slot"),
+        (4, 2, 9, 5, "kv_lengths[2] = 9: must lie between 0 and the 5 rows of its slot"),
+        (5, 4, 20, 20, "kv_index[4] = 20: must lie between 0 and kv_batch = 20"),
+    ] {
+        *gpu.finding.lock().unwrap() = Some(Finding { array, reserved: 0, index, value, limit });
+        assert_eq!(build().unwrap_err().to_string(), words);
+        let launches = gpu.take();
+        assert_eq!(launches.len(), 1, "nothing is launched after a bad entry");
+    }
+
+    // A capture cannot wait: the check is left out, the schedule is not.
+    gpu.capturing.store(true, Ordering::SeqCst);
+    let waits = gpu.waits.load(Ordering::SeqCst);
+    build().unwrap();
+    assert_eq!(gpu.take().len(), 1);
+    assert_eq!(gpu.waits.load(Ordering::SeqCst), waits);
+}
+
+#[test]
+fn devices_without_kernels_are_named() {
+    let make = |capabilities: &[(u32, u32)], variant| {
+        CudaBackend::new(Recorder::new(capabilities), BUNDLES, "cuda", variant, Some(false)).map(|_| ()).unwrap_err()
+    };
+    let e = make(&[(8, 0)], None);
+    assert!(matches!(&e, Error::Unavailable { name, .. } if name == "cuda"));
+    assert!(
+        e.to_string().contains("no kernels for device 0 (recorder, compute capability 8.0); compiled in: sm_90a"),
+        "{e}"
+    );
+    let e = make(&[(9, 0)], Some("nonsense")).to_string();
+    assert!(e.contains("no kernel has the variant 'nonsense'; there are:"), "{e}");
+
+    // A stream of a device without kernels, beside one with them.
+    let gpu = Recorder::new(&[(8, 0), (9, 0)]);
+    let problem = Problem::builder(DType::BF16, 2, 128).capacity(10, 100, 100).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+    let build = |device: usize| {
+        let stream = Stream::from_raw(std::ptr::without_provenance_mut(device));
+        // SAFETY: the recorder follows no address.
+        unsafe { plan.build_schedule(&layout, schedule_buffer(&plan), stream) }
+    };
+    build(1).unwrap();
+    assert_eq!(gpu.take().len(), 1);
+    assert!(build(0).unwrap_err().to_string().contains("compute capability 8.0"));
+    assert!(gpu.take().is_empty());
+}
