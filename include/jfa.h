@@ -18,8 +18,8 @@
  * How to use it (every step in full: examples/c/attention.c):
  *
  *     const jfa_api *api = jfa_get_api(JFA_API_VERSION);       // by linking, or by dlopen and dlsym
- *     api->context_create(NULL, &context);                     // chooses backends
- *     jfa_problem problem = {sizeof problem};                  // types, dimensions, capacities
+ *     api->context_create(&options, &context);                 // chooses backends: where do your tensors live?
+ *     jfa_problem problem = {.struct_size = sizeof problem};   // types, dimensions, capacities
  *     api->plan_create(context, &problem, &plan);              // once
  *     api->plan_requirements(plan, &requirements);             // how much memory to bring
  *     api->build_schedule(plan, &layout, schedule, ...);       // once per batch, for all layers and both passes
@@ -27,10 +27,10 @@
  *     api->backward(plan, &call, &args);
  *
  * Structs. Each starts with struct_size: set it to sizeof, and every other byte to zero before setting fields
- * (`jfa_layout layout = {sizeof layout};`). That is what lets programs and libraries of different age work together: a
- * field that the caller does not have counts as zero; a field that the library does not have must be zero. Structs and
- * the function table only grow at the end. Enumerations are stored as int32_t. Structs and what they point at are only
- * read during the call, except that device data must live until the stream has passed the call.
+ * (`jfa_layout layout = {.struct_size = sizeof layout};`). That is what lets programs and libraries of different age work
+ * together: a field that the caller does not have counts as zero; a field that the library does not have must be zero.
+ * Structs and the function table only grow at the end. Enumerations are stored as int32_t. Structs and what they point
+ * at are only read during the call, except that device data must live until the stream has passed the call.
  *
  * Ownership. The caller owns all memory: tensors, schedule, workspace. A call allocates no device memory, does not
  * synchronise and does not change the current device. Handles belong to the caller, who releases each once; a plan may
@@ -353,17 +353,14 @@ typedef int32_t jfa_bias;
 #endif // __cplusplus
 
 /**
- * Where pointers point.
+ * Where pointers point. There is no default: on a machine with a device, "whatever is best" would be handed host
+ * pointers by one program and device pointers by another.
  */
 enum jfa_memory_space
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : int32_t
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
-    /**
-     * Only in `jfa_context_options`: no preference.
-     */
-    JFA_MEMORY_ANY = 0,
     /**
      * Host memory.
      */
@@ -372,6 +369,10 @@ enum jfa_memory_space
      * Memory of a CUDA device.
      */
     JFA_MEMORY_CUDA = 2,
+    /**
+     * Only in `jfa_context_options`: either; then look at `jfa_requirements.memory_space` before passing pointers.
+     */
+    JFA_MEMORY_ANY = 3,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -465,7 +466,7 @@ typedef struct jfa_plan jfa_plan;
 typedef void (*jfa_log_fn)(void *data, int32_t level, const char *message);
 
 /**
- * What to choose backends by. All zero but struct_size: as the environment says.
+ * What to choose backends by.
  */
 typedef struct jfa_context_options {
     /**
@@ -478,7 +479,8 @@ typedef struct jfa_context_options {
      */
     const char *backend;
     /**
-     * A `jfa_memory_space`: `auto` considers only backends of that space.
+     * A `jfa_memory_space`: where your tensors live. `auto` considers only backends of that space, and a named backend
+     * of another is an error. Required.
      */
     int32_t memory_space;
     /**
@@ -497,8 +499,8 @@ typedef struct jfa_context_options {
 
 /**
  * A computation, described by types, dimensions and capacities; no pointers. A plan is made from it once and serves
- * every batch that fits the capacities. Start from zeros (`jfa_problem p = {sizeof p};`) and set what follows; fields
- * described as belonging to a feature are ignored without it.
+ * every batch that fits the capacities. Start from zeros (`jfa_problem p = {.struct_size = sizeof p};`) and set what
+ * follows; fields described as belonging to a feature are ignored without it.
  */
 typedef struct jfa_problem {
     /**
@@ -645,6 +647,14 @@ typedef struct jfa_requirements {
      * Row and head strides of tensors are multiples of this many bytes.
      */
     size_t stride_alignment;
+    /**
+     * A `jfa_memory_space`: where every pointer of a call points (layout arrays, tensors, schedule, workspace).
+     */
+    int32_t memory_space;
+    /**
+     * 0.
+     */
+    int32_t reserved;
 } jfa_requirements;
 
 /**
@@ -918,7 +928,7 @@ typedef struct jfa_api {
      */
     JFA_MUST_USE jfa_status (*status_name)(int32_t status, const char **name);
     /**
-     * Chooses backends. options may be NULL: as the environment says. *context is NULL on failure.
+     * Chooses backends. *context is NULL on failure.
      * Errors: unknown or unavailable backend, unusable plugin, malformed environment variable.
      */
     JFA_MUST_USE jfa_status (*context_create)(const struct jfa_context_options *options, struct jfa_context **context);
@@ -1082,7 +1092,7 @@ JFA_STATIC_ASSERT(offsetof(jfa_backward_args, dq) == 64, "jfa_backward_args.dq")
 JFA_STATIC_ASSERT(offsetof(jfa_backward_args, dk) == 72, "jfa_backward_args.dk");
 JFA_STATIC_ASSERT(offsetof(jfa_backward_args, dv) == 80, "jfa_backward_args.dv");
 JFA_STATIC_ASSERT(offsetof(jfa_backward_args, dbias) == 88, "jfa_backward_args.dbias");
-JFA_STATIC_ASSERT(sizeof(jfa_requirements) == 56, "jfa_requirements");
+JFA_STATIC_ASSERT(sizeof(jfa_requirements) == 64, "jfa_requirements");
 JFA_STATIC_ASSERT(offsetof(jfa_requirements, struct_size) == 0, "jfa_requirements.struct_size");
 JFA_STATIC_ASSERT(offsetof(jfa_requirements, schedule_bytes) == 8, "jfa_requirements.schedule_bytes");
 JFA_STATIC_ASSERT(offsetof(jfa_requirements, forward_bytes) == 16, "jfa_requirements.forward_bytes");
@@ -1090,6 +1100,8 @@ JFA_STATIC_ASSERT(offsetof(jfa_requirements, backward_bytes) == 24, "jfa_require
 JFA_STATIC_ASSERT(offsetof(jfa_requirements, buffer_alignment) == 32, "jfa_requirements.buffer_alignment");
 JFA_STATIC_ASSERT(offsetof(jfa_requirements, base_alignment) == 40, "jfa_requirements.base_alignment");
 JFA_STATIC_ASSERT(offsetof(jfa_requirements, stride_alignment) == 48, "jfa_requirements.stride_alignment");
+JFA_STATIC_ASSERT(offsetof(jfa_requirements, memory_space) == 56, "jfa_requirements.memory_space");
+JFA_STATIC_ASSERT(offsetof(jfa_requirements, reserved) == 60, "jfa_requirements.reserved");
 JFA_STATIC_ASSERT(sizeof(jfa_context_options) == 40, "jfa_context_options");
 JFA_STATIC_ASSERT(offsetof(jfa_context_options, struct_size) == 0, "jfa_context_options.struct_size");
 JFA_STATIC_ASSERT(offsetof(jfa_context_options, backend) == 8, "jfa_context_options.backend");

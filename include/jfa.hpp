@@ -2,7 +2,7 @@
 /**
  * jfa.hpp - the C++17 face of JFA: header-only, over jfa.h.
  *
- *     jfa::context context;                                      // as JFA_BACKEND says
+ *     jfa::context context(JFA_MEMORY_HOST);                     // a backend for host memory, as JFA_BACKEND says
  *     auto plan = context.plan(jfa::problem(JFA_DTYPE_F32, heads, dim, scale).capacity(batch, rows, rows).causal(
  *         JFA_ALIGNMENT_BOTTOM_RIGHT));
  *     auto batch = plan.batch(jfa::layout::self(offsets));       // checks the offsets, builds the schedule
@@ -95,13 +95,11 @@ public:
            std::int64_t row_stride, std::int64_t head_stride)
         : c_{sizeof(jfa_tensor), data, static_cast<std::int32_t>(dtype), 0, rows, heads, dim, row_stride, head_stride} {}
 
-    /** Contiguous f32, over exactly the elements of `data`. */
-    tensor(span<float> data, std::int64_t heads, std::int64_t dim)
-        : tensor(data.data(), JFA_DTYPE_F32, rows_of(data.size(), heads, dim), heads, dim) {}
-
-    /** The same, to be read only. */
-    tensor(span<const float> data, std::int64_t heads, std::int64_t dim)
-        : tensor(const_cast<float *>(data.data()), JFA_DTYPE_F32, rows_of(data.size(), heads, dim), heads, dim) {}
+    /** Contiguous f32, over exactly the elements of a container of floats (or a span, also of const floats). */
+    template <class C, class = std::enable_if_t<std::is_convertible_v<decltype(std::declval<C &>().data()), const float *>>>
+    tensor(C &&data, std::int64_t heads, std::int64_t dim)
+        : tensor(const_cast<float *>(static_cast<const float *>(data.data())), JFA_DTYPE_F32,
+                 rows_of(static_cast<std::size_t>(data.size()), heads, dim), heads, dim) {}
 
     /** From the struct of the C interface. */
     explicit tensor(const jfa_tensor &c) : c_(c) {}
@@ -540,10 +538,13 @@ private:
     jfa_requirements requirements_{};
 };
 
-inline host_batch::host_batch(const plan &of, const layout &where)
-    : plan_(&of), layout_(where), schedule_(of.requirements().schedule_bytes, of.requirements().buffer_alignment) {
+inline host_batch::host_batch(const plan &of, const layout &where) : plan_(&of), layout_(where) {
     const jfa_requirements &needs = of.requirements();
+    if (needs.memory_space != JFA_MEMORY_HOST) {
+        throw error(JFA_ERROR_UNSUPPORTED, "backend " + of.backend() + " does not compute in host memory");
+    }
     const std::size_t bytes = needs.forward_bytes > needs.backward_bytes ? needs.forward_bytes : needs.backward_bytes;
+    schedule_ = host_buffer(needs.schedule_bytes, needs.buffer_alignment);
     workspace_ = host_buffer(bytes, needs.buffer_alignment);
     of.build_schedule(layout_, {schedule_.data(), schedule_.bytes()});
 }
@@ -560,22 +561,22 @@ inline void host_batch::backward(const backward_args &args) {
 struct options {
     /** A name, a path or `auto`; empty: `JFA_BACKEND`. */
     std::string backend;
-    jfa_memory_space memory_space = JFA_MEMORY_ANY;
     /** Receives messages, on the threads that call; several at once if several call. Must not throw. */
     std::function<void(jfa_log_level, const char *)> log;
     jfa_log_level log_level = JFA_LOG_DEFAULT;
 };
 
-/** The chosen backends. */
+/** The chosen backends. `tensors` says where the tensors of all calls live. */
 class context {
 public:
 #ifndef JFA_HPP_NO_LINK
     /** Over the linked library. */
-    explicit context(options how = {}) : context(jfa_get_api(JFA_API_VERSION), jfa_last_error, std::move(how)) {}
+    explicit context(jfa_memory_space tensors, options how = {})
+        : context(jfa_get_api(JFA_API_VERSION), jfa_last_error, tensors, std::move(how)) {}
 #endif
 
     /** Over a table that was loaded at run time; `last_error` is jfa_last_error of the same library. */
-    context(const jfa_api *api, const char *(*last_error)(), options how = {})
+    context(const jfa_api *api, const char *(*last_error)(), jfa_memory_space tensors, options how = {})
         : library_{api, last_error}, log_(std::make_unique<decltype(how.log)>(std::move(how.log))),
           handle_(nullptr, release{api}) {
         if (!api) {
@@ -584,7 +585,7 @@ public:
         jfa_context_options c{};
         c.struct_size = sizeof c;
         c.backend = how.backend.empty() ? nullptr : how.backend.c_str();
-        c.memory_space = how.memory_space;
+        c.memory_space = tensors;
         c.log_level = how.log_level;
         if (*log_) {
             c.log = [](void *data, std::int32_t level, const char *message) {

@@ -102,7 +102,7 @@ typedef struct jfa_capabilities {
      */
     size_t struct_size;
     /**
-     * A `jfa_memory_space`, not `JFA_MEMORY_ANY`.
+     * `JFA_MEMORY_HOST` or `JFA_MEMORY_CUDA`.
      */
     int32_t memory_space;
     /**

@@ -127,16 +127,17 @@ pub enum jfa_bias {
     JFA_BIAS_DENSE = 4,
 }
 
-/// Where pointers point.
+/// Where pointers point. There is no default: on a machine with a device, "whatever is best" would be handed host
+/// pointers by one program and device pointers by another.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum jfa_memory_space {
-    /// Only in `jfa_context_options`: no preference.
-    JFA_MEMORY_ANY = 0,
     /// Host memory.
     JFA_MEMORY_HOST = 1,
     /// Memory of a CUDA device.
     JFA_MEMORY_CUDA = 2,
+    /// Only in `jfa_context_options`: either; then look at `jfa_requirements.memory_space` before passing pointers.
+    JFA_MEMORY_ANY = 3,
 }
 
 /// How loud a message is.
@@ -216,8 +217,8 @@ pub struct jfa_lse {
 }
 
 /// A computation, described by types, dimensions and capacities; no pointers. A plan is made from it once and serves
-/// every batch that fits the capacities. Start from zeros (`jfa_problem p = {sizeof p};`) and set what follows; fields
-/// described as belonging to a feature are ignored without it.
+/// every batch that fits the capacities. Start from zeros (`jfa_problem p = {.struct_size = sizeof p};`) and set what
+/// follows; fields described as belonging to a feature are ignored without it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct jfa_problem {
@@ -400,6 +401,10 @@ pub struct jfa_requirements {
     pub base_alignment: usize,
     /// Row and head strides of tensors are multiples of this many bytes.
     pub stride_alignment: usize,
+    /// A `jfa_memory_space`: where every pointer of a call points (layout arrays, tensors, schedule, workspace).
+    pub memory_space: i32,
+    /// 0.
+    pub reserved: i32,
 }
 
 /// Receives messages: `data` is `jfa_context_options.log_data`, `level` a `jfa_log_level`, `message` a text that ends
@@ -407,7 +412,7 @@ pub struct jfa_requirements {
 /// call back into the library.
 pub type jfa_log_fn = Option<unsafe extern "C" fn(data: *mut c_void, level: i32, message: *const c_char)>;
 
-/// What to choose backends by. All zero but struct_size: as the environment says.
+/// What to choose backends by.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct jfa_context_options {
@@ -416,7 +421,8 @@ pub struct jfa_context_options {
     /// A backend's name (`cpu`, a plugin's name), the path of a plugin library, or `auto`; NULL reads `JFA_BACKEND`, and
     /// is `auto` without it. A named backend never falls back to another.
     pub backend: *const c_char,
-    /// A `jfa_memory_space`: `auto` considers only backends of that space.
+    /// A `jfa_memory_space`: where your tensors live. `auto` considers only backends of that space, and a named backend
+    /// of another is an error. Required.
     pub memory_space: i32,
     /// A `jfa_log_level`: how much log receives.
     pub log_level: i32,
@@ -455,7 +461,7 @@ pub struct jfa_api {
     /// Errors: name NULL; a code this library does not know.
     pub status_name: unsafe extern "C" fn(status: i32, name: *mut *const c_char) -> jfa_status,
 
-    /// Chooses backends. options may be NULL: as the environment says. *context is NULL on failure.
+    /// Chooses backends. *context is NULL on failure.
     /// Errors: unknown or unavailable backend, unusable plugin, malformed environment variable.
     pub context_create:
         unsafe extern "C" fn(options: *const jfa_context_options, context: *mut *mut jfa_context) -> jfa_status,

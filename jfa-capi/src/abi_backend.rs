@@ -41,7 +41,7 @@ pub const JFA_FEATURE_ZERO_UNUSED_ROWS: u64 = 256;
 pub struct jfa_capabilities {
     /// Set by the library: how much of the struct it knows. Fill no more than that.
     pub struct_size: usize,
-    /// A `jfa_memory_space`, not `JFA_MEMORY_ANY`.
+    /// `JFA_MEMORY_HOST` or `JFA_MEMORY_CUDA`.
     pub memory_space: i32,
     /// Leave 0.
     pub reserved: i32,

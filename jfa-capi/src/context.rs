@@ -72,26 +72,21 @@ entry_points! {
 
     fn context_create(options: *const jfa_context_options, context: *mut *mut jfa_context) {
         let out = cleared!(context);
-        let options = if options.is_null() {
+        // SAFETY: the caller's struct is as long as it says.
+        let options = unsafe { read(options, "options") }?;
+        let memory_space = convert::MEMORY.get(options.memory_space, "options.memory_space")?;
+        let backend = if options.backend.is_null() {
             None
         } else {
-            // SAFETY: the caller's struct is as long as it says.
-            Some(unsafe { read(options, "options") }?)
-        };
-        let mut request = Request::default();
-        if let Some(o) = &options {
-            request.memory_space = convert::MEMORY.get(o.memory_space, "options.memory_space")?;
-            if !o.backend.is_null() {
-                // SAFETY: the header asks for a string.
-                let name = unsafe { CStr::from_ptr(o.backend) };
-                let Ok(name) = name.to_str() else {
-                    return Err(Error::invalid("options.backend", name.to_string_lossy(), "not UTF-8").into());
-                };
-                request.backend = Some(name.to_owned());
+            // SAFETY: the header asks for a string.
+            let name = unsafe { CStr::from_ptr(options.backend) };
+            match name.to_str() {
+                Ok(name) => Some(name.to_owned()),
+                Err(_) => return Err(Error::invalid("options.backend", name.to_string_lossy(), "not UTF-8").into()),
             }
-        }
-        let (log, data, level) = options.map_or((None, std::ptr::null_mut(), 0), |o| (o.log, o.log_data, o.log_level));
-        let (log, environment) = logging::start(log, data, level)?;
+        };
+        let request = Request { backend, memory_space };
+        let (log, environment) = logging::start(options.log, options.log_data, options.log_level)?;
         let selection = logging::scoped(log, || crate::registry().select(&request, &environment))?;
         let inner = Context { selection, log, text: OnceLock::new(), json: OnceLock::new() };
         // SAFETY: `out` was checked above.
@@ -161,6 +156,8 @@ entry_points! {
             buffer_alignment: Requirements::ALIGNMENT,
             base_alignment: capabilities.base_alignment.max(plan.problem().dtype.size()),
             stride_alignment: capabilities.stride_alignment.max(plan.problem().dtype.size()),
+            memory_space: convert::MEMORY.value(Some(plan.memory_space())),
+            reserved: 0,
         };
         // SAFETY: the caller's struct is as long as it says.
         unsafe { write(requirements, &value, "requirements") }

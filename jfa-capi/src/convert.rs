@@ -95,9 +95,9 @@ c_enum!(BIAS: jfa_bias -> BiasKind {
     JFA_BIAS_DENSE => BiasKind::Dense,
 });
 c_enum!(MEMORY: jfa_memory_space -> Option<MemorySpace> {
-    JFA_MEMORY_ANY => None,
     JFA_MEMORY_HOST => Some(MemorySpace::Host),
     JFA_MEMORY_CUDA => Some(MemorySpace::CudaDevice),
+    JFA_MEMORY_ANY => None,
 });
 c_enum!(REPORT: jfa_report_format -> bool {
     JFA_REPORT_TEXT => false,
@@ -442,7 +442,7 @@ pub(crate) unsafe fn capabilities(c: &jfa_capabilities) -> std::result::Result<C
         Ok(Some(space)) => space,
         _ => {
             return Err(format!(
-                "capabilities.memory_space = {}: must be a memory space other than any",
+                "capabilities.memory_space = {}: must be JFA_MEMORY_HOST or JFA_MEMORY_CUDA",
                 c.memory_space
             ));
         }

@@ -152,7 +152,7 @@ frozen! {
         dv: *const jfa_tensor = 80,
         dbias: *mut c_void = 88,
     }
-    struct jfa_requirements since 56 {
+    struct jfa_requirements since 64 {
         struct_size: usize = 0,
         schedule_bytes: usize = 8,
         forward_bytes: usize = 16,
@@ -160,6 +160,8 @@ frozen! {
         buffer_alignment: usize = 32,
         base_alignment: usize = 40,
         stride_alignment: usize = 48,
+        memory_space: i32 = 56,
+        reserved: i32 = 60,
     }
     struct jfa_context_options since 40 {
         struct_size: usize = 0,

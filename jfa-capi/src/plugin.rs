@@ -438,6 +438,8 @@ impl AttentionBackend for PluginBackend {
             buffer_alignment: Requirements::ALIGNMENT,
             base_alignment: self.capabilities.base_alignment,
             stride_alignment: self.capabilities.stride_alignment,
+            memory_space: convert::MEMORY.value(Some(self.capabilities.memory_space)),
+            reserved: 0,
         };
         let mut text = std::ptr::null();
         // SAFETY: the header's contract.

@@ -17,8 +17,8 @@
  * How to use it (every step in full: examples/c/attention.c):
  *
  *     const jfa_api *api = jfa_get_api(JFA_API_VERSION);       // by linking, or by dlopen and dlsym
- *     api->context_create(NULL, &context);                     // chooses backends
- *     jfa_problem problem = {sizeof problem};                  // types, dimensions, capacities
+ *     api->context_create(&options, &context);                 // chooses backends: where do your tensors live?
+ *     jfa_problem problem = {.struct_size = sizeof problem};   // types, dimensions, capacities
  *     api->plan_create(context, &problem, &plan);              // once
  *     api->plan_requirements(plan, &requirements);             // how much memory to bring
  *     api->build_schedule(plan, &layout, schedule, ...);       // once per batch, for all layers and both passes
@@ -26,10 +26,10 @@
  *     api->backward(plan, &call, &args);
  *
  * Structs. Each starts with struct_size: set it to sizeof, and every other byte to zero before setting fields
- * (`jfa_layout layout = {sizeof layout};`). That is what lets programs and libraries of different age work together: a
- * field that the caller does not have counts as zero; a field that the library does not have must be zero. Structs and
- * the function table only grow at the end. Enumerations are stored as int32_t. Structs and what they point at are only
- * read during the call, except that device data must live until the stream has passed the call.
+ * (`jfa_layout layout = {.struct_size = sizeof layout};`). That is what lets programs and libraries of different age work
+ * together: a field that the caller does not have counts as zero; a field that the library does not have must be zero.
+ * Structs and the function table only grow at the end. Enumerations are stored as int32_t. Structs and what they point
+ * at are only read during the call, except that device data must live until the stream has passed the call.
  *
  * Ownership. The caller owns all memory: tensors, schedule, workspace. A call allocates no device memory, does not
  * synchronise and does not change the current device. Handles belong to the caller, who releases each once; a plan may
