@@ -228,7 +228,7 @@ fn self_attention() {
     assert_eq!((p.header, p.sequences, p.units), (0x7000_0000, 0x7000_0100, 0x7000_0100 + 1152 * 32));
     assert_eq!((p.lse, p.lse_head_stride, p.o_rows), (0x5000_0000, 147_000, 147_000));
     assert_eq!((p.heads, p.group, p.packed_log2, p.has_prescale), (4, 1, 0, 0));
-    assert!((f64::from(p.scale_log2) - 1.442_695_04 / 128f64.sqrt()).abs() < 1e-7);
+    assert!((f64::from(p.scale_log2) - std::f64::consts::LOG2_E / 128f64.sqrt()).abs() < 1e-7);
     assert!((p.prescale - 1.0).abs() < f32::EPSILON);
     let specs: Vec<_> = (0..4).map(|i| gpu.map(f, i)).collect();
     assert_eq!(specs.iter().map(|s| s.tensor).collect::<Vec<_>>(), ["q", "k", "v", "o"]);

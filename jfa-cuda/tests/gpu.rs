@@ -1,0 +1,420 @@
+//! Tests that need a GPU: against the fp64 oracle, under graph capture, from many streams and threads, and of what the
+//! launcher costs. Without a device each says so and passes. The conformance suite (`jfa-bench check`) is broader; this is
+//! what it cannot see from outside.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use half::{bf16, f16};
+use jfa_core::layout::{Offsets, offsets_from_lengths};
+use jfa_core::memory::{DeviceBuffer, DeviceMemory};
+use jfa_core::oracle::{self, Elements, ErrorMeter, Oracle};
+use jfa_core::{Alignment, Buffer, Call, DType, ForwardArgs, Layout, LseView, Mask, Plan, Problem, Stream, TensorView};
+use jfa_cuda::{BUNDLES, CudaBackend};
+use jfa_driver::cuda::{CudaGpu, CudaMemory};
+use jfa_driver::{DriverError, Gpu};
+
+/// The driver, or a word on why there is nothing to test.
+fn device() -> Option<Arc<CudaGpu>> {
+    match CudaGpu::new() {
+        Ok(gpu) => Some(gpu),
+        Err(e) => {
+            println!("skipped: no CUDA device ({e})");
+            None
+        }
+    }
+}
+
+fn backend(gpu: &Arc<CudaGpu>, validate: bool) -> Arc<CudaBackend> {
+    Arc::new(CudaBackend::new(gpu.clone(), BUNDLES, "cuda", None, Some(validate)).unwrap())
+}
+
+/// Reproducible values, roughly normal.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> f32 {
+        let mut sum = 0.0;
+        for _ in 0..4 {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            sum += ((self.0 >> 40) as f32) / (1u64 << 24) as f32 - 0.5;
+        }
+        sum * 1.7
+    }
+
+    fn below(&mut self, n: i64) -> i64 {
+        self.next();
+        i64::try_from((self.0 >> 33) % n.unsigned_abs()).unwrap()
+    }
+}
+
+fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
+    match dtype {
+        DType::BF16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
+        DType::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+        DType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+    }
+}
+
+/// Inputs and outputs of one plan on a device, with host copies of the inputs. Outputs, schedule and workspace start as
+/// NaN bytes.
+struct Case {
+    memory: Arc<CudaMemory>,
+    problem: Problem,
+    plan: Plan,
+    q: (Vec<u8>, DeviceBuffer),
+    k: (Vec<u8>, DeviceBuffer),
+    v: (Vec<u8>, DeviceBuffer),
+    o: DeviceBuffer,
+    lse: DeviceBuffer,
+    schedule: DeviceBuffer,
+    q_offsets: DeviceBuffer,
+    kv_offsets: DeviceBuffer,
+}
+
+impl Case {
+    fn new(gpu: &Arc<CudaGpu>, device: usize, plan_of: &Arc<CudaBackend>, problem: &Problem, seed: u64) -> Self {
+        let memory = Arc::new(CudaMemory::new(gpu, device).unwrap());
+        let shared: Arc<dyn DeviceMemory> = memory.clone();
+        let plan = Plan::new(plan_of.clone(), problem).unwrap();
+        let mut random = Random(seed);
+        let mut tensor = |elements: i64| {
+            let values: Vec<f32> = (0..elements).map(|_| random.next()).collect();
+            let bytes = encode(problem.dtype, &values);
+            let buffer = DeviceBuffer::from_bytes(&shared, &bytes).unwrap();
+            (bytes, buffer)
+        };
+        let p = problem;
+        let q = tensor(p.q_rows() * p.heads_q * p.head_dim);
+        let k = tensor(p.total_kv * p.heads_kv * p.head_dim);
+        let v = tensor(p.total_kv * p.heads_kv * p.head_dim_v);
+        let poison = |bytes: i64| DeviceBuffer::filled(&shared, usize::try_from(bytes).unwrap(), 0xff).unwrap();
+        let offsets = |n: i64| poison(4 * (n + 1));
+        Case {
+            o: poison(p.o_rows() * p.heads_q * p.head_dim_v * 2),
+            lse: poison(p.o_rows() * p.heads_q * 4),
+            schedule: poison(i64::try_from(plan.requirements().schedule_bytes).unwrap()),
+            q_offsets: offsets(p.batch),
+            kv_offsets: offsets(p.kv_batch),
+            problem: p.clone(),
+            memory,
+            plan,
+            q,
+            k,
+            v,
+        }
+    }
+
+    fn set_offsets(&self, q: &[i64], kv: &[i64]) {
+        let bytes = |o: &[i64]| o.iter().flat_map(|v| i32::try_from(*v).unwrap().to_le_bytes()).collect::<Vec<u8>>();
+        self.q_offsets.upload(0, &bytes(q)).unwrap();
+        self.kv_offsets.upload(0, &bytes(kv)).unwrap();
+    }
+
+    fn layout(&self, batch: i64) -> Layout {
+        Layout::jagged(
+            batch,
+            Offsets { data: self.q_offsets.data(), index_type: jfa_core::IndexType::I32 },
+            Offsets { data: self.kv_offsets.data(), index_type: jfa_core::IndexType::I32 },
+        )
+    }
+
+    fn args(&self) -> ForwardArgs {
+        let p = &self.problem;
+        let view = |b: &DeviceBuffer, rows, heads, dim| TensorView::contiguous(b.data(), p.dtype, rows, heads, dim);
+        ForwardArgs {
+            q: view(&self.q.1, p.q_rows(), p.heads_q, p.head_dim),
+            k: view(&self.k.1, p.total_kv, p.heads_kv, p.head_dim),
+            v: view(&self.v.1, p.total_kv, p.heads_kv, p.head_dim_v),
+            bias: jfa_core::DataPtr::NULL,
+            o: view(&self.o, p.o_rows(), p.heads_q, p.head_dim_v),
+            lse: LseView::contiguous(self.lse.data(), p.o_rows()),
+        }
+    }
+
+    fn queue(&self, batch: i64) -> jfa_core::Result<()> {
+        let layout = self.layout(batch);
+        let stream = self.memory.stream();
+        let call = Call { layout: &layout, schedule: self.schedule.as_buffer(), workspace: Buffer::EMPTY, stream };
+        // SAFETY: every buffer is as large as the plan and the problem say, and outlives the stream's work.
+        unsafe {
+            self.plan.build_schedule(&layout, self.schedule.as_buffer(), stream)?;
+            self.plan.forward(&call, &self.args())
+        }
+    }
+
+    /// Compares o and lse of some sequences with the oracle, and every row outside of the sequences with the poison.
+    fn check(&self, q_offsets: &[i64], kv_offsets: &[i64], what: &str) {
+        let p = &self.problem;
+        let usize_of = |v: i64| usize::try_from(v).unwrap();
+        let o = self.o.download(0, self.o.bytes()).unwrap();
+        let lse = self.lse.download(0, self.lse.bytes()).unwrap();
+        let (heads, dim, rows) = (usize_of(p.heads_q), usize_of(p.head_dim_v), usize_of(p.o_rows()));
+        let batch = oracle::Batch::jagged(q_offsets, kv_offsets);
+        let tensor = |bytes, heads, dim| {
+            oracle::Tensor::contiguous(Elements::Bytes(p.dtype, bytes), usize_of(heads), usize_of(dim))
+        };
+        let reference = Oracle {
+            problem: p,
+            batch: &batch,
+            q: tensor(&self.q.0, p.heads_q, p.head_dim),
+            k: tensor(&self.k.0, p.heads_kv, p.head_dim),
+            v: tensor(&self.v.0, p.heads_kv, p.head_dim_v),
+            bias: None,
+        };
+        let got_o = oracle::Tensor::contiguous(Elements::Bytes(p.dtype, &o), heads, dim);
+        let got_lse = oracle::Tensor::lse(Elements::Bytes(DType::F32, &lse), rows);
+        let mut meter = ErrorMeter::default();
+        for (b, sequence) in batch.queries.iter().enumerate() {
+            let expected = reference.forward(b);
+            for i in 0..sequence.len {
+                for h in 0..heads {
+                    for c in 0..dim {
+                        meter.push(got_o.at(sequence.o_row + i, h, c), expected.o.at(i, h, c));
+                    }
+                    let (l, e) = (got_lse.at(sequence.o_row + i, h, 0), expected.lse.at(i, h, 0));
+                    let close = if e.is_finite() { (l - e).abs() <= 1e-3 } else { l.to_bits() == e.to_bits() };
+                    assert!(close, "{what}: lse of sequence {b}, row {i}, head {h} is {l}, not {e}");
+                }
+            }
+        }
+        let most = if p.dtype == DType::BF16 { 3e-3 } else { 4e-4 };
+        let error = meter.relative();
+        assert!(error <= most, "{what}: relative error {error} above {most}");
+        let used = usize_of(q_offsets.last().copied().unwrap_or(0));
+        assert!(o[used * heads * dim * 2..].iter().all(|b| *b == 0xff), "{what}: a row past the sequences was written");
+    }
+}
+
+fn lengths(random: &mut Random, n: usize, most: i64) -> Vec<i64> {
+    let ugly = [0, 1, 7, 8, 63, 64, 65, 127, 128, 129];
+    (0..n).map(|i| ugly.get(i).copied().unwrap_or_else(|| random.below(most + 1))).collect()
+}
+
+#[test]
+fn every_kernel_against_the_oracle() {
+    let Some(gpu) = device() else { return };
+    let backend = backend(&gpu, false);
+    let mut random = Random(1);
+    let masks = [
+        Mask::Full,
+        Mask::Causal(Alignment::BottomRight),
+        Mask::Causal(Alignment::TopLeft),
+        Mask::Window { left: Some(30), right: Some(5), alignment: Alignment::BottomRight },
+    ];
+    for dtype in [DType::BF16, DType::F16] {
+        for (i, (dim, dim_v)) in
+            [(32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (72, 40), (8, 128)].into_iter().enumerate()
+        {
+            for (heads_q, heads_kv) in [(2, 2), (4, 1), (3, 1)] {
+                let mask = masks[(i + usize::try_from(heads_q).unwrap()) % masks.len()];
+                let (q, kv) = (
+                    lengths(&mut random, 14, 300),
+                    lengths(&mut random, 14, 300).into_iter().rev().collect::<Vec<_>>(),
+                );
+                let (q, kv) = (offsets_from_lengths(&q).unwrap(), offsets_from_lengths(&kv).unwrap());
+                let problem = Problem::builder(dtype, heads_q, dim)
+                    .heads_kv(heads_kv)
+                    .head_dim_v(dim_v)
+                    .mask(mask)
+                    .capacity(14, q[14] + 50, kv[14] + 50)
+                    .build()
+                    .unwrap();
+                let case = Case::new(&gpu, 0, &backend, &problem, 7);
+                case.set_offsets(&q, &kv);
+                case.queue(14).unwrap();
+                case.memory.synchronize().unwrap();
+                case.check(
+                    &q,
+                    &kv,
+                    &format!("{dtype}, head_dim {dim} and {dim_v}, heads {heads_q}/{heads_kv}, {mask}"),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_captured_graph_replays_with_other_lengths() {
+    let Some(gpu) = device() else { return };
+    let backend = backend(&gpu, false);
+    let problem = Problem::builder(DType::BF16, 2, 128).capacity(12, 4000, 4000).build().unwrap();
+    let case = Case::new(&gpu, 0, &backend, &problem, 3);
+    let mut random = Random(5);
+    // The very first call of this plan is the captured one: loading kernels must not disturb the capture.
+    let graph = case
+        .memory
+        .cuda_stream()
+        .capture(|| case.queue(12).map_err(|e| DriverError::Unavailable(e.to_string())))
+        .unwrap();
+    for round in 0..5 {
+        let (q, kv) = (lengths(&mut random, 12, 400), lengths(&mut random, 12, 400));
+        let (q, kv) = (offsets_from_lengths(&q).unwrap(), offsets_from_lengths(&kv).unwrap());
+        case.o.fill(0xff).unwrap();
+        case.lse.fill(0xff).unwrap();
+        case.set_offsets(&q, &kv);
+        graph.launch(case.memory.cuda_stream()).unwrap();
+        case.memory.synchronize().unwrap();
+        case.check(&q, &kv, &format!("replay {round}"));
+    }
+}
+
+#[test]
+fn eight_threads_share_a_backend_on_streams_of_their_own() {
+    let Some(gpu) = device() else { return };
+    let backend = backend(&gpu, false);
+    std::thread::scope(|scope| {
+        for t in 0..8u64 {
+            let (gpu, backend) = (&gpu, &backend);
+            scope.spawn(move || {
+                let device = usize::try_from(t).unwrap() % gpu.devices().len();
+                let mut random = Random(100 + t);
+                let dim = [64, 128][usize::try_from(t % 2).unwrap()];
+                let problem = Problem::builder(DType::BF16, 2, dim).capacity(12, 4000, 4000).build().unwrap();
+                let case = Case::new(gpu, device, backend, &problem, t);
+                for round in 0..4 {
+                    let (q, kv) = (lengths(&mut random, 12, 400), lengths(&mut random, 12, 400));
+                    let (q, kv) = (offsets_from_lengths(&q).unwrap(), offsets_from_lengths(&kv).unwrap());
+                    case.o.fill(0xff).unwrap();
+                    case.lse.fill(0xff).unwrap();
+                    case.set_offsets(&q, &kv);
+                    case.queue(12).unwrap();
+                    case.memory.synchronize().unwrap();
+                    case.check(&q, &kv, &format!("thread {t} on device {device}, round {round}"));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_stream_of_another_device_needs_no_current_context() {
+    let Some(gpu) = device() else { return };
+    let last = gpu.devices().len() - 1;
+    println!("device {last} of {}", gpu.devices().len());
+    let backend = backend(&gpu, false);
+    let problem = Problem::builder(DType::BF16, 2, 128).capacity(12, 4000, 4000).build().unwrap();
+    let case = Case::new(&gpu, last, &backend, &problem, 11);
+    let q = offsets_from_lengths(&[100i64, 300, 0, 17]).unwrap();
+    case.set_offsets(&q, &q);
+    // A thread of its own has no current context before, and must have none after.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            case.queue(4).unwrap();
+            let e = gpu.enter(Stream::DEFAULT).unwrap_err().to_string();
+            assert!(e.contains("no CUDA context is current"), "{e}");
+        });
+    });
+    case.memory.synchronize().unwrap();
+    case.check(&q, &q, "the last device");
+}
+
+#[test]
+fn validation_reports_the_first_bad_entry() {
+    let Some(gpu) = device() else { return };
+    let backend = backend(&gpu, true);
+    let problem = Problem::builder(DType::BF16, 2, 128).capacity(4, 1000, 1000).build().unwrap();
+    let case = Case::new(&gpu, 0, &backend, &problem, 2);
+    for (q, kv, words) in [
+        (
+            [0i64, 10, 5, 20, 30],
+            [0i64, 1, 2, 3, 4],
+            "q_offsets[2] = 5: offsets must not decrease (the entry before is 10)",
+        ),
+        ([0, 10, 15, 20, 30], [0, 1, 2, 3, 1001], "kv_offsets[4] = 1001: lies past the buffer's 1000 rows"),
+        ([-1, 10, 15, 20, 30], [0, 1, 2, 3, 4], "q_offsets[0] = -1: offsets must not be negative"),
+    ] {
+        case.set_offsets(&q, &kv);
+        assert_eq!(case.queue(4).unwrap_err().to_string(), words);
+    }
+    let good = [0i64, 10, 15, 20, 30];
+    case.set_offsets(&good, &good);
+    case.queue(4).unwrap();
+    case.memory.synchronize().unwrap();
+    case.check(&good, &good, "after the errors");
+}
+
+#[test]
+fn bad_offsets_without_validation_touch_nothing_outside() {
+    let Some(gpu) = device() else { return };
+    let backend = backend(&gpu, false);
+    let problem = Problem::builder(DType::BF16, 2, 128).capacity(4, 1000, 1000).build().unwrap();
+    let case = Case::new(&gpu, 0, &backend, &problem, 2);
+    for offsets in [[0i64, 10, 5, 20, 30], [-500, 2_000_000_000, 7, -7, 2_147_483_647], [5, 5, 5, 5, 100_000]] {
+        case.set_offsets(&offsets, &offsets);
+        case.queue(4).unwrap();
+        case.memory.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn unused_rows_become_zero() {
+    let Some(gpu) = device() else { return };
+    let backend = backend(&gpu, false);
+    let problem = Problem::builder(DType::BF16, 2, 128).capacity(4, 1000, 1000).zero_unused_rows(true).build().unwrap();
+    let case = Case::new(&gpu, 0, &backend, &problem, 2);
+    let memory: Arc<dyn DeviceMemory> = case.memory.clone();
+    let (starts, counts) = ([10i64, 110, 110, 400, 600], [50i32, 0, 200, 37]);
+    case.set_offsets(&starts, &starts);
+    let counts_on_device =
+        DeviceBuffer::from_bytes(&memory, &counts.iter().flat_map(|c| c.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+    let mut layout = case.layout(4);
+    layout.q_lengths = Some(counts_on_device.data());
+    let stream = case.memory.stream();
+    let call = Call { layout: &layout, schedule: case.schedule.as_buffer(), workspace: Buffer::EMPTY, stream };
+    // SAFETY: every buffer is as large as the plan and the problem say, and outlives the stream's work.
+    unsafe {
+        case.plan.build_schedule(&layout, case.schedule.as_buffer(), stream).unwrap();
+        case.plan.forward(&call, &case.args()).unwrap();
+    }
+    case.memory.synchronize().unwrap();
+    let o = case.o.download(0, case.o.bytes()).unwrap();
+    let lse = case.lse.download(0, case.lse.bytes()).unwrap();
+    for row in 0..1000usize {
+        let used =
+            starts.iter().zip(counts).any(|(s, c)| (*s..*s + i64::from(c)).contains(&i64::try_from(row).unwrap()));
+        let zero = o[row * 512..(row + 1) * 512].iter().all(|b| *b == 0);
+        let infinite = (0..2).all(|h| lse[(h * 1000 + row) * 4..][..4] == f32::NEG_INFINITY.to_le_bytes());
+        assert_eq!((zero, infinite), (!used, !used), "row {row}");
+    }
+}
+
+/// The host's share of a call with a schedule that exists: printed, and held to the contract's 5 microseconds.
+#[test]
+fn a_call_costs_the_host_little() {
+    let Some(gpu) = device() else { return };
+    let backend = backend(&gpu, false);
+    let problem = Problem::builder(DType::BF16, 4, 128).capacity(64, 4096, 4096).build().unwrap();
+    let case = Case::new(&gpu, 0, &backend, &problem, 2);
+    let q = offsets_from_lengths(&[1i64; 4]).unwrap();
+    case.set_offsets(&q, &q);
+    case.queue(4).unwrap();
+    case.memory.synchronize().unwrap();
+    let layout = case.layout(4);
+    let stream = case.memory.stream();
+    let call = Call { layout: &layout, schedule: case.schedule.as_buffer(), workspace: Buffer::EMPTY, stream };
+    let args = case.args();
+    let per_call = |work: &dyn Fn()| {
+        let mut best = f64::INFINITY;
+        for _ in 0..20 {
+            case.memory.synchronize().unwrap();
+            let start = Instant::now();
+            for _ in 0..100 {
+                work();
+            }
+            best = best.min(start.elapsed().as_secs_f64() / 100.0);
+        }
+        best * 1e6
+    };
+    // SAFETY: every buffer is as large as the plan and the problem say, and outlives the stream's work.
+    let forward = per_call(&|| unsafe { case.plan.forward(&call, &args) }.unwrap());
+    // SAFETY: as above.
+    let schedule =
+        per_call(&|| unsafe { case.plan.build_schedule(&layout, case.schedule.as_buffer(), stream) }.unwrap());
+    let map = jfa_driver::JaggedMap::tile(64, 64, jfa_driver::Swizzle::B128);
+    let encode = per_call(&|| {
+        gpu.encode(&map.spec("q", &args.q).unwrap()).unwrap();
+    });
+    println!("host time of a forward {forward:.2} us, of a schedule {schedule:.2} us, of a tensor map {encode:.3} us");
+    assert!(forward < 5.0, "a forward costs the host {forward} us");
+}
