@@ -170,7 +170,14 @@ impl Queries {
     /// # Safety
     /// The lanes' rows are validated; the scratch has room for them.
     #[inline(always)]
-    pub(super) unsafe fn load<S: Simd>(&mut self, s: S, dtype: DType, shape: &Shape, args: &BackwardArgs, to: QueryScratch) {
+    pub(super) unsafe fn load<S: Simd>(
+        &mut self,
+        s: S,
+        dtype: DType,
+        shape: &Shape,
+        args: &BackwardArgs,
+        to: QueryScratch,
+    ) {
         let w = 2 * S::LANES;
         let (mut q_taint, mut d_o_taint) = (s.zero(), s.zero());
         let count = self.count;
@@ -281,7 +288,8 @@ impl Kernel for BackwardTile<'_> {
         let bias_ld = shape.key_tile_max().next_multiple_of(16);
         let bias_scratch = BiasScratch { rows: floats(at.bias_rows), ld: bias_ld, tile: floats(at.bias_tile) };
         let bias = BiasData { kind: problem.bias, data: args.bias };
-        let dense_gradient = matches!(problem.bias, Bias::Dense { shared_by_heads: false, .. }) && !args.dbias.is_null();
+        let dense_gradient =
+            matches!(problem.bias, Bias::Dense { shared_by_heads: false, .. }) && !args.dbias.is_null();
         let (q_stride, d_o_stride) = (shape.dim_padded * w, shape.dim_v_padded * w);
 
         // The chunk.

@@ -41,8 +41,8 @@ use crate::backend::DimRange;
 use crate::layout::Sequences;
 use crate::registry::Registry;
 use crate::{
-    AttentionBackend, BackendPlan, BackwardArgs, Buffer, Call, Capabilities, DType, DataPtr, Error, ForwardArgs, Layout,
-    MemorySpace, Problem, Query, Requirements, Result, Stream, TensorView,
+    AttentionBackend, BackendPlan, BackwardArgs, Buffer, Call, Capabilities, DType, DataPtr, Error, ForwardArgs,
+    Layout, MemorySpace, Problem, Query, Requirements, Result, Stream, TensorView,
 };
 
 use backward::{BackwardCall, BackwardScratch, BackwardTile, BroadcastSum, SharedBiasGradient, Sums, shared_dense};

@@ -178,7 +178,8 @@ impl Scorer<'_> {
                 Bias::Relative { radius } => {
                     let r = i64::from(radius);
                     for (l, lane) in self.lanes.iter().enumerate() {
-                        let table = self.bias.data.cast::<f32>().cast_const().offset((lane.head * (2 * r + 1)) as isize);
+                        let table =
+                            self.bias.data.cast::<f32>().cast_const().offset((lane.head * (2 * r + 1)) as isize);
                         let row = std::slice::from_raw_parts_mut(self.scratch.rows.add(l * self.scratch.ld), to);
                         let distance = self.tile_first + from as i64 - lane.position;
                         for (x, distance) in row[from..].iter_mut().zip(distance..) {

@@ -51,14 +51,7 @@ pub(super) unsafe fn load_row<S: Simd>(s: S, dtype: DType, src: *const u8, dst: 
 /// # Safety
 /// `len` elements readable at `src`; `len` of `dtype` writable at `dst`.
 #[inline(always)]
-pub(super) unsafe fn store_row<S: Simd>(
-    s: S,
-    dtype: DType,
-    src: *const f32,
-    dst: *mut u8,
-    len: usize,
-    factor: f32,
-) {
+pub(super) unsafe fn store_row<S: Simd>(s: S, dtype: DType, src: *const f32, dst: *mut u8, len: usize, factor: f32) {
     let whole = len / S::LANES * S::LANES;
     // SAFETY: the caller's promise; the tail is stored one by one.
     unsafe {

@@ -75,7 +75,7 @@ impl Shape {
     /// Keys of a tile of a sequence of `keys`: equal tiles, as few as the maximum allows.
     pub(super) fn key_tile(&self, keys: i64) -> i64 {
         let tiles = div_up(keys, self.key_tile as i64).max(1);
-        div_up(div_up(keys, tiles), 6) * 6
+        div_up(div_up(keys, tiles).max(1), 6) * 6
     }
 
     /// Most keys of a backward chunk.
@@ -377,7 +377,13 @@ fn pairs(problem: &Problem, q_len: i64, kv_len: i64) -> i64 {
 ///
 /// # Safety
 /// `buffer` is writable and of the size `at` gives; the layout's arrays are those `sequences` reads.
-pub(super) unsafe fn build(problem: &Problem, shape: &Shape, at: &ScheduleLayout, sequences: &Sequences, buffer: Buffer) {
+pub(super) unsafe fn build(
+    problem: &Problem,
+    shape: &Shape,
+    at: &ScheduleLayout,
+    sequences: &Sequences,
+    buffer: Buffer,
+) {
     let base = buffer.data.cast::<u8>();
     let (batch, kv_batch) = (sequences.len(), sequences.kv_len());
     // SAFETY: every part lies at its place in the buffer and holds as many entries as the capacities allow, which
@@ -437,7 +443,16 @@ pub(super) unsafe fn build(problem: &Problem, shape: &Shape, at: &ScheduleLayout
         let lanes = rows * shape.group;
         // Rows cost too: they are loaded, transposed and stored.
         let cost = pairs.saturating_mul(shape.group).saturating_add(16 * (lanes + keys));
-        Entry { kv: kv as i64, keys, lanes, cost, forward_first: 0, backward_first: 0, q_turn_first: 0, kv_turn_first: 0 }
+        Entry {
+            kv: kv as i64,
+            keys,
+            lanes,
+            cost,
+            forward_first: 0,
+            backward_first: 0,
+            q_turn_first: 0,
+            kv_turn_first: 0,
+        }
     };
 
     // Longest first, to the half power of two.

@@ -96,7 +96,7 @@ pub enum Content {
     Normal(f32),
     /// Every score is near this value, exact in every element type (`scale` has to be 1).
     ScoresNear(Level),
-    /// As `Normal(1)`, but one key per sequence scores about 1e4.
+    /// Scores of a few units, but one key per sequence scores about 1e4.
     OneHuge,
     /// Every row of q, k and v of a sequence is the same.
     ConstantRows,
@@ -408,7 +408,9 @@ fn write_sequence<T: Real>(buffer: &mut Buffer<T>, start: usize, len: usize, slo
         Content::OneHuge => buffer.fill(start, len, |i, _, c| match role {
             Role::Query if c == 0 => 128.0,
             Role::Key if c == 0 => f32::from(u8::from(i == len / 2)) * 80.0,
-            _ => normal(&mut rng),
+            // Quarters: fp32 sums of their products with 128 * 80 are exact, in any order.
+            Role::Query | Role::Key => (normal(&mut rng) * 4.0).round() / 4.0,
+            Role::Value | Role::Gradient => normal(&mut rng),
         }),
         Content::ScoresNear(level) => {
             // Score of key j: base + step * (j % 16), where every product and sum is exact.
@@ -837,7 +839,8 @@ pub fn assert_close<T: Real>(errors: &Errors, floors: &Floors, largest_lse: f64,
         );
     }
     assert_eq!(errors.lse.mismatch(), None, "lse: (element, actual, expected) in {context:?}");
-    let lse = T::LSE_TOLERANCE.max(f64::from(f32::EPSILON) * largest_lse);
+    // A dot product of 64 terms in fp32 meets some sqrt(64) roundings of its largest partial sum.
+    let lse = T::LSE_TOLERANCE.max(8.0 * f64::from(f32::EPSILON) * largest_lse);
     assert!(errors.lse.max_abs() <= lse, "lse: error {:.3e} above {lse:.3e} in {context:?}", errors.lse.max_abs());
 }
 
