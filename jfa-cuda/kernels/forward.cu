@@ -2,13 +2,14 @@
 //
 //   tile        a unit is 128 query rows of one sequence and head (two blocks of 64), walked over tiles of 128 keys (64 above
 //               head_dim 128); a last tile of at most half the keys runs at half width
-//   roles       warp 0 of the producer warpgroup: schedule and TMA; two consumer warpgroups, one block of 64 rows each
+//   roles       warp 0: keys and values; warp 1: items and queries (warps 2 and 3 idle); two consumer warpgroups, one block of 64
+//               rows each
 //   buffers     q: 2 stages per consumer (1 above 128); k and v: one ring of `slots` tiles in the order K0 K1 V0 K2 V1 ... V(n-1);
 //               o: 16-row staging per consumer warp
 //   barriers    q_full/q_empty per consumer and stage, kv_full/kv_empty per slot; the ring runs on across units, so the next
 //               unit's loads and its first product overlap this unit's epilogue; no barrier joins the two consumers
 //   odd blocks  a unit with one block gives it to the consumers in turn; the other one walks along the ring and is ahead
-//   registers   consumers 232, producer 40 (their sum over the CTA is what the launch allocates: 384 x 168)
+//   registers   consumers 224, producers 56 (their sum over the CTA is what the launch allocates: 384 x 168)
 //   rate        docs/performance.md
 #include "params.h"
 #include "ptx/barrier.cuh"
@@ -40,6 +41,7 @@ constexpr bool has_half = kv_tile == 128;                  // loads come in boxe
 constexpr int q_stages = head_dim <= 128 ? 2 : 1;
 constexpr int slots = head_dim <= 64 ? 8 : 4;
 constexpr int consumers = 2;
+constexpr bool early = head_dim <= 128;                    // next product before this epilogue: two blocks' state in registers
 constexpr int o_chunks = chunks < 2 ? chunks : 2;          // staged at a time
 
 constexpr int q_chunk_bytes = block_rows * 128;
@@ -60,61 +62,72 @@ struct Block {
     int tile0;       // first key tile of the unit
     int tiles;       // key tiles of the unit
     int begin, end;  // this block's share of them
-    int pad[2];
+    int whole_begin, whole_end;  // of these no mask cuts anything
+    int half;        // 1: the last tile of its share has work in its first half only
+    int pad[3];
 };
+
+// What the key/value producer needs of a unit.
+struct Job {
+    int tile0, tiles;  // tiles < 0: no more work
+    int hi;            // one past the last key that any row sees
+    int kv_row, kv_head;
+};
+constexpr int jobs = 4;
 
 struct SharedMemory {
     uint8_t q[consumers][q_stages][q_bytes];
     uint8_t kv[slots][slot_bytes];
     uint8_t o[consumers][4][o_chunks * o_chunk_bytes];
     Block block[consumers][q_stages];
+    Job job[jobs];
     uint64_t q_full[consumers][q_stages], q_empty[consumers][q_stages];
     uint64_t kv_full[slots], kv_empty[slots];
+    uint64_t job_full[jobs], job_empty[jobs];
 };
 
 // Place of a tile's keys and values in the ring, counted from the unit's first.
 __device__ __forceinline__ uint32_t key_place(int j) { return j == 0 ? 0 : 2 * j - 1; }
 __device__ __forceinline__ uint32_t value_place(int j, int tiles) { return j == tiles - 1 ? 2 * tiles - 1 : 2 * j + 2; }
 
-// ---------------------------------------------------------------------------------------------------------------- producer
-struct Item {
-    JfaUnit unit;
-    int head;
-};
-
-__device__ void produce(SharedMemory& shared, const JfaForwardParams& p, const CUtensorMap* map_q, const CUtensorMap* map_k,
-                        const CUtensorMap* map_v) {
+// ---------------------------------------------------------------------------------------------------------------- producers
+// Draws items, tells the consumers and the key/value producer about them, and loads queries. A warp of its own: queries are
+// asked for as soon as a stage is free, not when the keys before them have been loaded.
+__device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p, const CUtensorMap* map_q) {
     const int items = p.header->forward_units * p.heads;
     const int rows_per_block = block_rows >> p.packed_log2;
-    const int ctas = gridDim.x, cta = blockIdx.x;
     const auto item_at = [&](int round) {
-        const long long i = dealt_item(round, cta, ctas);
+        const long long i = p.counter ? atomicAdd(p.counter, 1) : dealt_item(round, blockIdx.x, gridDim.x);
         return i < items ? static_cast<int>(i) : -1;
     };
     const auto unit_of = [&](int item) { return item < 0 ? JfaUnit{0, 0} : p.units[item / p.heads]; };
     const auto sequence_of = [&](int item, const JfaUnit& unit) { return item < 0 ? JfaSequence{} : p.sequences[unit.sequence]; };
 
-    uint32_t place = 0, use = 0, lone = 0;
-    // Two rounds ahead for units, one for sequences: their latency hides behind the loads of the current one.
+    uint32_t use = 0, lone = 0;
+    // Two rounds ahead for units, one for sequences: their latency hides behind the wait for a stage.
     int item = item_at(0), next_item = item_at(1);
     JfaUnit unit = unit_of(item), next_unit = unit_of(next_item);
     JfaSequence s = sequence_of(item, unit);
-    for (int round = 0; item >= 0; ++round) {
-        const int after_item = item_at(round + 2);
-        const JfaUnit after_unit = unit_of(after_item);
-        const JfaSequence next_s = sequence_of(next_item, next_unit);
-
-        // Key range of the unit and of each block.
+    for (; item >= 0; ++use) {
+        // Key range of the unit.
         const int head = item % p.heads;
         const int shift = diagonal_shift(p.mask, s.q_len, s.kv_len);
         const int unit_rows = min(consumers * rows_per_block, s.q_len - unit.first);
         const int lo = first_key(p.mask, unit.first, shift), hi = end_key(p.mask, unit.first + unit_rows - 1, shift, s.kv_len);
         const int tile0 = lo / kv_tile, tiles = hi > lo ? (hi - 1) / kv_tile - tile0 + 1 : 0;
-        const bool both = unit_rows > rows_per_block;
         const int q_head = p.packed_log2 ? head * p.group : head;
-        const int kv_head = p.packed_log2 ? head : head / p.group;
+
+        // Keys and values first: they are the longer wait.
+        const int place = use % jobs;
+        ptx::mbarrier_wait(&shared.job_empty[place], ((use / jobs) & 1) ^ 1);
+        shared.job[place] = {tile0, tiles, hi, s.kv_row, p.packed_log2 ? head : head / p.group};
+        ptx::mbarrier_arrive(&shared.job_full[place]);
+
+        const int after_item = item_at(use + 2);
+        const JfaSequence next_s = sequence_of(next_item, next_unit);
 
         const int stage = use % q_stages;
+        const bool both = unit_rows > rows_per_block;
         for (int c = 0; c < consumers; ++c) {
             // A lone block goes to the consumers in turn.
             const int slice = both ? c : (c == static_cast<int>(lone & 1) ? 0 : 1);
@@ -129,8 +142,14 @@ __device__ void produce(SharedMemory& shared, const JfaForwardParams& p, const C
             if (rows > 0) {
                 const int own_lo = first_key(p.mask, first, shift), own_hi = end_key(p.mask, first + rows - 1, shift, s.kv_len);
                 if (own_hi > own_lo) {
+                    const int end = (own_hi - 1) / kv_tile + 1, rest = own_hi - (end - 1) * kv_tile;
+                    const bool half = has_half && rest <= kv_tile / 2;
+                    const int every_hi = end_key(p.mask, first, shift, s.kv_len);
                     block.begin = own_lo / kv_tile - tile0;
-                    block.end = (own_hi - 1) / kv_tile + 1 - tile0;
+                    block.end = end - tile0;
+                    block.half = half;
+                    block.whole_begin = (first_key(p.mask, first + rows - 1, shift) + kv_tile - 1) / kv_tile - tile0;
+                    block.whole_end = half && every_hi == own_hi && rest == kv_tile / 2 ? end - tile0 : every_hi / kv_tile - tile0;
                 }
                 block.o_row = s.o_row + first;
                 block.first = first;
@@ -140,41 +159,20 @@ __device__ void produce(SharedMemory& shared, const JfaForwardParams& p, const C
             }
             if (block.end > block.begin) {
                 ptx::mbarrier_arrive_expect_tx(&shared.q_full[c][stage], q_bytes);
-                const int row = s.q_row + first;
                 for (int x = 0; x < chunks; ++x)
-                    ptx::tma_load_rows(map_q, &shared.q_full[c][stage], shared.q[c][stage] + x * q_chunk_bytes, 64 * x, row, rows, rows_per_block, q_head);
+                    ptx::tma_load_rows(map_q, &shared.q_full[c][stage], shared.q[c][stage] + x * q_chunk_bytes, 64 * x, s.q_row + first, rows, q_head);
             } else {
                 ptx::mbarrier_arrive(&shared.q_full[c][stage]);
             }
         }
-        ++use;
         lone += !both;
 
-        // Keys and values, in the order in which the consumers need them.
-        const auto load_tile = [&](const CUtensorMap* map, int j, bool whole) {
-            const int slot = place % slots;
-            ptx::mbarrier_wait(&shared.kv_empty[slot], ((place / slots) & 1) ^ 1);
-            const int row = (tile0 + j) * kv_tile;
-            const int boxes = whole || hi - row > kv_tile / 2 ? kv_tile / 64 : 1;
-            ptx::mbarrier_arrive_expect_tx(&shared.kv_full[slot], boxes * chunks * box_bytes);
-            for (int y = 0; y < boxes; ++y) {
-                const int rows = max(0, min(64, hi - row - 64 * y));
-                for (int x = 0; x < chunks; ++x)
-                    ptx::tma_load_rows(map, &shared.kv_full[slot], shared.kv[slot] + x * kv_chunk_bytes + y * box_bytes, 64 * x,
-                                       s.kv_row + row + 64 * y, rows, 64, kv_head);
-            }
-            ++place;
-        };
-        // Keys are always loaded at full width (zeros past the last visible one), values by halves.
-        for (int j = 0; j < tiles; ++j) {
-            if (j == 0) load_tile(map_k, 0, true);
-            if (j + 1 < tiles) load_tile(map_k, j + 1, true);
-            load_tile(map_v, j, !has_half);
-        }
-
         item = next_item, unit = next_unit, s = next_s;
-        next_item = after_item, next_unit = after_unit;
+        next_item = after_item, next_unit = unit_of(after_item);
     }
+    ptx::mbarrier_wait(&shared.job_empty[use % jobs], ((use / jobs) & 1) ^ 1);
+    shared.job[use % jobs].tiles = -1;
+    ptx::mbarrier_arrive(&shared.job_full[use % jobs]);
     const int stage = use % q_stages;
     for (int c = 0; c < consumers; ++c) {
         ptx::mbarrier_wait(&shared.q_empty[c][stage], ((use / q_stages) & 1) ^ 1);
@@ -184,13 +182,47 @@ __device__ void produce(SharedMemory& shared, const JfaForwardParams& p, const C
     }
 }
 
+// Keys and values, in the order in which the consumers need them: the ring runs on from unit to unit.
+__device__ void produce_keys_and_values(SharedMemory& shared, const CUtensorMap* map_k, const CUtensorMap* map_v) {
+    uint32_t place = 0;
+    for (uint32_t use = 0;; ++use) {
+        ptx::mbarrier_wait(&shared.job_full[use % jobs], (use / jobs) & 1);
+        const Job job = shared.job[use % jobs];
+        ptx::mbarrier_arrive(&shared.job_empty[use % jobs]);
+        if (job.tiles < 0) break;
+        // Keys are always loaded at full width (zeros past the last visible one), values by halves.
+        const auto load_tile = [&](const CUtensorMap* map, int j, bool whole) {
+            const int slot = place % slots;
+            ptx::mbarrier_wait(&shared.kv_empty[slot], ((place / slots) & 1) ^ 1);
+            const int row = (job.tile0 + j) * kv_tile;
+            const int boxes = whole || job.hi - row > kv_tile / 2 ? kv_tile / 64 : 1;
+            ptx::mbarrier_arrive_expect_tx(&shared.kv_full[slot], boxes * chunks * box_bytes);
+            for (int y = 0; y < boxes; ++y) {
+                const int rows = max(0, min(64, job.hi - row - 64 * y));
+                for (int x = 0; x < chunks; ++x)
+                    ptx::tma_load_rows(map, &shared.kv_full[slot], shared.kv[slot] + x * kv_chunk_bytes + y * box_bytes, 64 * x,
+                                       job.kv_row + row + 64 * y, rows, job.kv_head);
+            }
+            ++place;
+        };
+        for (int j = 0; j < job.tiles; ++j) {
+            if (j == 0) load_tile(map_k, 0, true);
+            if (j + 1 < job.tiles) load_tile(map_k, j + 1, true);
+            load_tile(map_v, j, !has_half);
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------- consumer
 __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const CUtensorMap* map_o, int me) {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const int rows_per_block = block_rows >> p.packed_log2;
     // This thread's two rows of the 64-row block: which query row and which head of the packed group.
     const int row_a = 16 * warp + lane / 4, row_b = row_a + 8;
+    const int i_a = row_a & (rows_per_block - 1), i_b = row_b & (rows_per_block - 1);
+    const int64_t lse_a = (row_a >> (6 - p.packed_log2)) * p.lse_head_stride + i_a, lse_b = (row_b >> (6 - p.packed_log2)) * p.lse_head_stride + i_b;
     const int column = 2 * (lane % 4);
+    constexpr float ln2 = 0.693147180559945309f;
     const float scale_log2 = p.scale_log2;
 
     float s[kv_tile / 2];             // scores, then probabilities
@@ -224,16 +256,16 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         for (int i = 0; i < int(sizeof(Block) / sizeof(int)); ++i) field[i] = __shfl_sync(~0u, field[i], 0);
         return b;
     };
-    // Whether a tile has work in its first half only.
-    const auto is_half = [&](const Block& b, int j) {
-        return has_half && end_key(p.mask, b.first + b.rows - 1, b.shift, b.kv_len) - (b.tile0 + j) * kv_tile <= kv_tile / 2;
-    };
-
+    // From lane 0, so that descriptors are computed on the uniform datapath.
+    const uint32_t q_address = __shfl_sync(~0u, ptx::smem_address(shared.q[me][0]), 0), kv_address = __shfl_sync(~0u, ptx::smem_address(shared.kv[0]), 0);
+    const uint64_t q_descriptor = ptx::matrix_descriptor(q_address), k_descriptor = ptx::matrix_descriptor(kv_address),
+                   v_descriptor = ptx::matrix_descriptor(kv_address, kv_chunk_bytes);
     // s = q k^T of a tile, always at full width (a product in a branch of its own would cost the overlap: the assembler
     // serializes all of them); columns past the half are zeros or masked, and nobody reads them.
     const auto scores = [&](uint32_t which, uint32_t place) {
-        const uint64_t a = ptx::matrix_descriptor(ptx::smem_address(shared.q[me][which % q_stages]));
-        const uint64_t b = ptx::matrix_descriptor(ptx::smem_address(shared.kv[place % slots]));
+        uint64_t a = ptx::advance(q_descriptor, which % q_stages * q_bytes);
+        const uint64_t b = ptx::advance(k_descriptor, place % slots * slot_bytes);
+        if (q_stages == 1) asm volatile("" : "+l"(a));  // else sixteen loop-invariant descriptors are kept, and spilled
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < head_dim / 16; ++k)
@@ -242,7 +274,7 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
     };
     // o (+)= p v of tile j; keys past the half were never loaded, so they must not be multiplied.
     const auto accumulate = [&](uint32_t place, bool half, bool first) {
-        const uint64_t b = ptx::matrix_descriptor(ptx::smem_address(shared.kv[place % slots]), kv_chunk_bytes);
+        const uint64_t b = ptx::advance(v_descriptor, place % slots * slot_bytes);
         if (has_half && half) {
             ptx::wgmma_fence();
 #pragma unroll
@@ -256,43 +288,48 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         }
     };
 
-    // Scores -> probabilities in place, and the factors by which earlier sums must shrink.
-    const auto softmax = [&](const Block& b, int j, bool half, float& shrink_a, float& shrink_b) {
-        const int key0 = (b.tile0 + j) * kv_tile;
-        const int groups = has_half && half ? kv_tile / 16 : kv_tile / 8;  // of eight columns
+    // Masks what the diagonal, the window's edge or the sequence's end cuts off tile j, moves the running maximum, and says by
+    // which factors earlier sums must shrink.
+    const auto maximum = [&](const Block& b, int j, bool half, bool whole, float& shrink_a, float& shrink_b) {
         if (p.has_prescale) {
 #pragma unroll
             for (int i = 0; i < kv_tile / 2; ++i) s[i] *= p.prescale;
         }
-        // Only tiles that the diagonal, the window's edge or the sequence's end cuts are masked.
-        const int last = b.first + b.rows - 1;
-        const bool whole = key0 >= first_key(p.mask, last, b.shift) && key0 + 8 * groups <= end_key(p.mask, b.first, b.shift, b.kv_len);
         if (!whole) {
-            const int i_a = b.first + (row_a & (rows_per_block - 1)), i_b = b.first + (row_b & (rows_per_block - 1));
-            const int lo_a = first_key(p.mask, i_a, b.shift) - key0 - column, hi_a = end_key(p.mask, i_a, b.shift, b.kv_len) - key0 - column;
-            const int lo_b = first_key(p.mask, i_b, b.shift) - key0 - column, hi_b = end_key(p.mask, i_b, b.shift, b.kv_len) - key0 - column;
+            // One bit for each of this thread's columns of a row: pairs of neighbours, eight columns apart.
+            const auto visible = [&](int i) {
+                const int key0 = (b.tile0 + j) * kv_tile + column;
+                const auto below = [](int key) {  // bits of the columns before `key`
+                    const int n = 2 * (key >> 3) + min(key & 7, 2);
+                    return key <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
+                };
+                return below(end_key(p.mask, i, b.shift, b.kv_len) - key0) & ~below(first_key(p.mask, i, b.shift) - key0);
+            };
+            const uint32_t bits_a = visible(b.first + i_a), bits_b = visible(b.first + i_b);
 #pragma unroll
             for (int g = 0; g < kv_tile / 8; ++g) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int c = 8 * g + e;
-                    s[4 * g + e] = c >= lo_a && c < hi_a ? s[4 * g + e] : -INFINITY;
-                    s[4 * g + 2 + e] = c >= lo_b && c < hi_b ? s[4 * g + 2 + e] : -INFINITY;
+                    s[4 * g + e] = bits_a >> (2 * g + e) & 1 ? s[4 * g + e] : -INFINITY;
+                    s[4 * g + 2 + e] = bits_b >> (2 * g + e) & 1 ? s[4 * g + 2 + e] : -INFINITY;
                 }
             }
         }
-
-        // Row maxima over the columns of this tile, then over the quad that shares the row.
-        float top_a = max_a, top_b = max_b;
+        // Two chains a row: a single one would wait for each maximum before it takes the next.
+        float top_a = max_a, top_b = max_b, other_a = s[0], other_b = s[2];
         const auto maxima = [&](int from, int to) {
 #pragma unroll
-            for (int g = from; g < to; ++g) {
+            for (int g = from; g < to; g += 2) {
                 top_a = fmaxf(top_a, fmaxf(s[4 * g], s[4 * g + 1]));
                 top_b = fmaxf(top_b, fmaxf(s[4 * g + 2], s[4 * g + 3]));
+                other_a = fmaxf(other_a, fmaxf(s[4 * g + 4], s[4 * g + 5]));
+                other_b = fmaxf(other_b, fmaxf(s[4 * g + 6], s[4 * g + 7]));
             }
         };
         maxima(0, kv_tile / 16);
         if (!(has_half && half)) maxima(kv_tile / 16, kv_tile / 8);
+        top_a = fmaxf(top_a, other_a);
+        top_b = fmaxf(top_b, other_b);
 #pragma unroll
         for (int d = 1; d < 4; d *= 2) {
             top_a = fmaxf(top_a, __shfl_xor_sync(~0u, top_a, d));
@@ -305,31 +342,29 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         shrink_b = move_b ? ptx::exp2_approx((max_b - top_b) * scale_log2) : 1.0f;
         max_a = move_a ? top_a : max_a;
         max_b = move_b ? top_b : max_b;
-        // A row that has seen no key keeps maximum -inf; subtracting 0 instead keeps exp2(-inf) = 0 free of NaN.
-        const float zero_a = max_a == -INFINITY ? 0.0f : max_a * scale_log2, zero_b = max_b == -INFINITY ? 0.0f : max_b * scale_log2;
         sum_a *= shrink_a;
         sum_b *= shrink_b;
-        const auto exponentials = [&](int from, int to) {
-#pragma unroll
-            for (int g = from; g < to; ++g) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    s[4 * g + e] = ptx::exp2_approx(fmaf(s[4 * g + e], scale_log2, -zero_a));
-                    s[4 * g + 2 + e] = ptx::exp2_approx(fmaf(s[4 * g + 2 + e], scale_log2, -zero_b));
-                    sum_a += s[4 * g + e];
-                    sum_b += s[4 * g + 2 + e];
-                }
-            }
-        };
-        exponentials(0, kv_tile / 16);
-        if (!(has_half && half)) exponentials(kv_tile / 16, kv_tile / 8);
     };
-    const auto to_fragments = [&](bool half) {
+    // Scores -> probabilities, summed in fp32 and rounded to A fragments. The fragments must be free: no product reads them.
+    const auto exponentials = [&](bool half) {
+        // A row that has seen no key keeps maximum -inf; subtracting 0 instead keeps exp2(-inf) = 0 free of NaN.
+        const float zero_a = max_a == -INFINITY ? 0.0f : -max_a * scale_log2, zero_b = max_b == -INFINITY ? 0.0f : -max_b * scale_log2;
         const auto convert = [&](int from, int to) {
 #pragma unroll
-            for (int k = from; k < to; ++k)
+            for (int k = from; k < to; ++k) {
 #pragma unroll
-                for (int r = 0; r < 4; ++r) pr[k][r] = ptx::pack<T>(s[8 * k + 2 * r], s[8 * k + 2 * r + 1]);
+                for (int h = 0; h < 2; ++h) {
+                    float* x = s + 8 * k + 4 * h;
+                    x[0] = ptx::exp2_approx(fmaf(x[0], scale_log2, zero_a));
+                    x[1] = ptx::exp2_approx(fmaf(x[1], scale_log2, zero_a));
+                    x[2] = ptx::exp2_approx(fmaf(x[2], scale_log2, zero_b));
+                    x[3] = ptx::exp2_approx(fmaf(x[3], scale_log2, zero_b));
+                    sum_a += x[0] + x[1];
+                    sum_b += x[2] + x[3];
+                    pr[k][2 * h] = ptx::pack<T>(x[0], x[1]);
+                    pr[k][2 * h + 1] = ptx::pack<T>(x[2], x[3]);
+                }
+            }
         };
         convert(0, kv_tile / 32);
         if (!(has_half && half)) convert(kv_tile / 32, kv_tile / 16);
@@ -342,28 +377,23 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
             sum_a += __shfl_xor_sync(~0u, sum_a, d);
             sum_b += __shfl_xor_sync(~0u, sum_b, d);
         }
-        // A sum of zero means no visible key: o is exactly 0 and lse -inf, whatever v holds.
-        const bool blind_a = sum_a == 0.0f, blind_b = sum_b == 0.0f;
-        const float inverse_a = 1.0f / sum_a, inverse_b = 1.0f / sum_b;
-        const int heads_log2 = p.packed_log2;
-        if (lane % 4 == 0) {
-            const auto store_lse = [&](int row, float top, float sum, bool blind) {
-                const int i = row & (rows_per_block - 1);
-                if (i < b.rows && b.o_row + i < p.o_rows) {
-                    const int head = b.head + (row >> (6 - heads_log2));
-                    p.lse[head * p.lse_head_stride + b.o_row + i] =
-                        blind ? -INFINITY : fmaf(top, scale_log2, ptx::log2_approx(sum)) * 0.693147180559945309f;
-                }
-            };
-            store_lse(row_a, max_a, sum_a, blind_a);
-            store_lse(row_b, max_b, sum_b, blind_b);
+        // No maximum means no visible key: o is exactly 0 and lse -inf, whatever v holds.
+        const bool blind_a = max_a == -INFINITY && sum_a == sum_a, blind_b = max_b == -INFINITY && sum_b == sum_b;
+        const float inverse_a = blind_a ? 0.0f : ptx::reciprocal_approx(sum_a), inverse_b = blind_b ? 0.0f : ptx::reciprocal_approx(sum_b);
+        if (__any_sync(~0u, blind_a || blind_b)) {
+#pragma unroll
+            for (int i = 0; i < head_dim / 2; i += 4) {
+                o[i] = blind_a ? 0.0f : o[i], o[i + 1] = blind_a ? 0.0f : o[i + 1];
+                o[i + 2] = blind_b ? 0.0f : o[i + 2], o[i + 3] = blind_b ? 0.0f : o[i + 3];
+            }
         }
+        const int heads_log2 = p.packed_log2;
         uint8_t* staging = shared.o[me][warp];
         const uint32_t address = ptx::smem_address(staging);
         const int matrix_row = lane % 16;  // row of the 16 whose address this lane gives to stmatrix
 #pragma unroll
         for (int x0 = 0; x0 < chunks; x0 += o_chunks) {
-            if (lane == 0) ptx::bulk_wait_read<0>();  // the previous store has left the staging buffer
+            if (ptx::elect_one()) ptx::bulk_wait_read<0>();  // the previous store has left the staging buffer
             __syncwarp();
 #pragma unroll
             for (int g = x0 * 8; g < (x0 + o_chunks) * 8; g += 2) {
@@ -372,15 +402,15 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int i = 4 * (g + h);
-                    r[2 * h] = ptx::pack<T>(blind_a ? 0.0f : o[i] * inverse_a, blind_a ? 0.0f : o[i + 1] * inverse_a);
-                    r[2 * h + 1] = ptx::pack<T>(blind_b ? 0.0f : o[i + 2] * inverse_b, blind_b ? 0.0f : o[i + 3] * inverse_b);
+                    r[2 * h] = ptx::pack<T>(o[i] * inverse_a, o[i + 1] * inverse_a);
+                    r[2 * h + 1] = ptx::pack<T>(o[i + 2] * inverse_b, o[i + 3] * inverse_b);
                 }
                 const int group = g % 8 + lane / 16;  // 16-byte column of the chunk
                 ptx::stmatrix_x4(address + (g / 8 - x0) * o_chunk_bytes + matrix_row * 128 + ((group ^ (matrix_row % 8)) << 4), r[0], r[1], r[2], r[3]);
             }
             ptx::fence_async_shared();
             __syncwarp();
-            if (lane == 0) {
+            if (ptx::elect_one()) {
                 // The warp's 16 rows: box_rows rows of one or more heads.
                 const int box_rows = min(rows_per_block, 16);
                 const int i = (16 * warp) & (rows_per_block - 1);
@@ -389,19 +419,25 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
                     const int head = b.head + ((16 * warp) >> (6 - heads_log2));
 #pragma unroll
                     for (int x = 0; x < o_chunks; ++x)
-                        ptx::tma_store_rows(map_o, staging + x * o_chunk_bytes, 64 * (x0 + x), b.o_row + i, rows, box_rows, head);
+                        ptx::tma_store_rows(map_o, staging + x * o_chunk_bytes, 64 * (x0 + x), b.o_row + i, rows, head);
                 }
                 ptx::bulk_commit();
             }
         }
+        if (lane % 4 == 0) {
+            float* lse = p.lse + b.head * p.lse_head_stride + b.o_row;
+            const int rows = min(b.rows, p.o_rows - b.o_row);
+            if (i_a < rows) lse[lse_a] = blind_a ? -INFINITY : fmaf(max_a, scale_log2, ptx::log2_approx(sum_a)) * ln2;
+            if (i_b < rows) lse[lse_b] = blind_b ? -INFINITY : fmaf(max_b, scale_log2, ptx::log2_approx(sum_b)) * ln2;
+        }
     };
-
     // Passes over units in which this consumer has no product to do: walks their slots, writes zeros for rows without keys.
     // `b` becomes the next block with work, or the end mark.
     const auto skip_idle = [&](Block& b) {
         while (b.rows >= 0 && b.begin == b.end) {
             release_q(use);
             if (b.rows > 0) {
+                max_a = max_b = -INFINITY;
                 sum_a = sum_b = 0.0f;
                 store_output(b);
             }
@@ -414,7 +450,7 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
     Block b = fetch(0);
     skip_idle(b);
     if (b.rows < 0) {
-        if (lane == 0) ptx::bulk_wait<0>();
+        if (ptx::elect_one()) ptx::bulk_wait<0>();
         return;
     }
     walk(base, b.tiles, 0, b.begin);
@@ -430,18 +466,20 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         // Tile by tile; the next tile's scores and this tile's p v run while the next softmax waits or works.
         float shrink_a, shrink_b;
         int j = b.begin;
-        softmax(b, j, is_half(b, j), shrink_a, shrink_b);
-        to_fragments(is_half(b, j));
+        const auto half_at = [&](int tile) { return b.half && tile + 1 == b.end; };
+        const auto whole_at = [&](int tile) { return tile >= b.whole_begin && tile < b.whole_end; };
+        maximum(b, j, half_at(j), whole_at(j), shrink_a, shrink_b);
+        exponentials(half_at(j));
         for (; j + 1 < b.end; ++j) {
-            const uint32_t keys = base + key_place(j + 1), values = base + value_place(j, b.tiles);
+            const uint32_t keys = base + 2 * j + 1, values = keys + 1;  // key_place(j + 1), value_place(j)
             wait_slot(keys);
-            scores(use, keys);
             wait_slot(values);
+            scores(use, keys);
             accumulate(values, false, j == b.begin);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(s);
             release_slot(keys);
-            softmax(b, j + 1, is_half(b, j + 1), shrink_a, shrink_b);
+            maximum(b, j + 1, half_at(j + 1), whole_at(j + 1), shrink_a, shrink_b);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(o);
             release_slot(values);
@@ -452,11 +490,11 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
                     o[i + 2] *= shrink_b, o[i + 3] *= shrink_b;
                 }
             }
-            to_fragments(is_half(b, j + 1));
+            exponentials(half_at(j + 1));
         }
         release_q(use);
         const uint32_t values = base + value_place(j, b.tiles);
-        const bool half = is_half(b, j);
+        const bool half = b.half;
         wait_slot(values);
 
         // The next block's first product goes to the tensor cores before this block's epilogue; where slots or idle units must
@@ -464,17 +502,17 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         // the assembler serializes them.)
         Block next = b;
         const bool trailing = b.end < b.tiles;
-        if (!trailing) {
+        if (early && !trailing) {
             next = fetch(++use);
             base += 2 * b.tiles;
         }
-        if (trailing || next.begin == next.end || next.begin > 0) {
+        if (!early || trailing || next.begin == next.end || next.begin > 0) {
             accumulate(values, half, j == b.begin);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(o);
             release_slot(values);
             store_output(b);
-            if (trailing) {
+            if (!early || trailing) {
                 walk(base, b.tiles, b.end, b.tiles);
                 base += 2 * b.tiles;
                 next = fetch(++use);
@@ -485,8 +523,8 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
             wait_slot(base + key_place(next.begin));
             scores(use, base + key_place(next.begin));
         } else {
-            accumulate(values, half, j == b.begin);
             wait_slot(base + key_place(0));
+            accumulate(values, half, j == b.begin);
             scores(use, base + key_place(0));
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(o);
@@ -498,20 +536,22 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         release_slot(base + key_place(next.begin));
         b = next;
     }
-    if (lane == 0) ptx::bulk_wait<0>();
+    if (ptx::elect_one()) ptx::bulk_wait<0>();
 }
 
 }  // namespace
 
 // Read by the build from the cubin: one source of truth for the launch.
 extern "C" __constant__ unsigned jfa_dynamic_shared = sizeof(SharedMemory);
+extern "C" __constant__ unsigned jfa_unit_rows = consumers * block_rows;  // of one head
+extern "C" __constant__ unsigned jfa_kv_tile = kv_tile;
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
           const __grid_constant__ CUtensorMap map_o, const __grid_constant__ JfaForwardParams p) {
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(dynamic_shared);
-    const int warpgroup = threadIdx.x / 128;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform to the compiler too
 
     if (threadIdx.x == 0) {
         for (int c = 0; c < consumers; ++c) {
@@ -524,6 +564,10 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
             ptx::mbarrier_init(&shared.kv_full[i], 1);
             ptx::mbarrier_init(&shared.kv_empty[i], 4 * consumers);
         }
+        for (int i = 0; i < jobs; ++i) {
+            ptx::mbarrier_init(&shared.job_full[i], 1);
+            ptx::mbarrier_init(&shared.job_empty[i], 1);
+        }
         ptx::mbarrier_init_fence();
         ptx::tma_prefetch_map(&map_q);
         ptx::tma_prefetch_map(&map_k);
@@ -533,10 +577,15 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
     __syncthreads();
 
     if (warpgroup == 0) {
-        ptx::registers_release<40>();
-        if (threadIdx.x == 0) produce(shared, p, &map_q, &map_k, &map_v);
+        ptx::registers_release<56>();
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (warp == 0) {
+            if (ptx::elect_one()) produce_keys_and_values(shared, &map_k, &map_v);
+        } else if (warp == 1) {
+            if (ptx::elect_one()) produce_queries(shared, p, &map_q);
+        }
     } else {
-        ptx::registers_acquire<232>();
+        ptx::registers_acquire<224>();
         consume(shared, p, &map_o, warpgroup - 1);
     }
 }

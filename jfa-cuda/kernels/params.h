@@ -11,6 +11,15 @@
 
 #define JFA_MAX_ROWS 2147481600 /* 2^31 - 2048: a row plus a tile never overflows */
 
+/* Tensor maps with a movable row bound. Five dimensions: (column, bound, end, head, wrap) of sizes (head_dim, JFA_BOUND, rows + 1,
+ * heads, JFA_BOUND + 1) and strides (S, S, head_stride, 2^39 - S) bytes, S being the row stride, base the tensor's address. The
+ * box (64, box_rows, 1, box_heads, 1) at coordinates (column, JFA_BOUND - n, e, head, JFA_BOUND) is the n rows that end before
+ * row e: rows past them exceed the bound and arrive as zeros (a store drops them). Its address is
+ *     base + (JFA_BOUND - n) S + e S + JFA_BOUND (2^39 - S) = base + (e - n) S + 2^64,
+ * so that the wrap takes the bound away again without a base below the tensor: the copy engine reads the map's base address
+ * for elements out of bounds, and an address below a tensor need not be mapped (an H200 then reports an illegal address). */
+#define JFA_BOUND 33554432 /* 2^25 */
+
 /* One sequence, offsets resolved and clamped into the buffers. 32 bytes. */
 typedef struct JfaSequence {
     int32_t q_row;  /* first row in q (0 with a broadcast query) */
@@ -77,6 +86,7 @@ typedef struct JfaForwardParams {
     const JfaScheduleHeader *header;
     const JfaSequence *sequences;
     const JfaUnit *units;
+    int32_t *counter;            /* zeroed before every launch: CTAs draw items from it; null: items are dealt (schedule.cuh) */
     float *lse;                  /* [heads_q, lse_head_stride] */
     int64_t lse_head_stride;
     float scale_log2;            /* scale * log2(e); log2(e) when prescale is set */
@@ -88,5 +98,52 @@ typedef struct JfaForwardParams {
     JfaMask mask;
     int32_t o_rows;              /* rows of o and lse in this call; rows past it are not written */
 } JfaForwardParams;
+
+/* Parameters of `jfa_backward_*` (by value, after the tensor maps of q, k, v, o, do, dq, dk, dv; the last three with boxes of
+ * 16 rows). A unit is a tile of JFA_BACKWARD_KEYS keys of one sequence, repeated for every key/value head.
+ *
+ * dq of a block of query rows is summed over key tiles in their order: the CTA of a tile adds its share to what the tile before
+ * left in `partial`, and the last one stores the sum in dq's own type. With a broadcast query every CTA keeps a sum of its own
+ * there instead, and `jfa_backward_reduce_*` (same parameter, heads_q * blocks * 8 CTAs of 256 threads) adds them in the order
+ * of the CTAs.
+ *
+ *   q_tile           64 rows at head_dim 128, 128 rows at head_dim 64
+ *   row blocks       blocks = total_q / q_tile + batch per query head (a block is q_tile rows of one sequence);
+ *                    broadcast: ceil(q_len / q_tile) per slice and query head, slices = ceil(grid / heads_kv)
+ *   `partial`        heads_q * blocks * JFA_BACKWARD_BLOCK_BYTES (broadcast: times slices), aligned 128; not touched, hence may be
+ *                    null, where no sequence has more than JFA_BACKWARD_KEYS keys and the query is not broadcast
+ *   `control`        128 + 4 * heads_q * blocks bytes, aligned 128, zero before every launch
+ *   units            backward_capacity = total_kv / JFA_BACKWARD_KEYS + batch (kv_batch with kv_index)
+ */
+#define JFA_BACKWARD_KEYS 128
+#define JFA_BACKWARD_BLOCK_BYTES 32768
+
+typedef struct JfaBackwardParams {
+    const JfaScheduleHeader *header;
+    const JfaSequence *sequences;
+    const JfaUnit *units;
+    const float *lse;            /* [heads_q, lse_head_stride] */
+    int32_t *control;
+    float *partial;
+    void *dq;                    /* where rows without any product become zero; everything else goes through the tensor maps */
+    void *dk;
+    void *dv;
+    int64_t lse_head_stride;     /* elements */
+    int64_t dq_row_bytes, dq_head_bytes;
+    int64_t dk_row_bytes, dk_head_bytes;
+    int64_t dv_row_bytes, dv_head_bytes;
+    float scale;
+    float scale_log2;            /* scale * log2(e) */
+    int32_t heads_kv;
+    int32_t group;               /* query heads per key/value head */
+    int32_t blocks;              /* row blocks per query head (per slice and head with a broadcast query) */
+    int32_t broadcast;           /* rows of the one query of all sequences; 0: jagged queries */
+    int32_t vectors_qk;          /* 16-byte pieces of a row of dq and dk */
+    int32_t vectors_v;           /* and of dv */
+    JfaMask mask;
+    int32_t o_rows;              /* rows of o, lse, do (and dq) in this call */
+    int32_t kv_rows;             /* rows of k, v, dk, dv in this call */
+    int32_t ctas;                /* grid of `jfa_backward_*` */
+} JfaBackwardParams;
 
 #endif

@@ -92,17 +92,32 @@ __device__ long long forward_work(const JfaScheduleParams& p, const JfaSequence&
     return 1 + static_cast<long long>(blocks) * tiles;
 }
 
-// Calls visit(bin, first unit of a run, units in the run): runs of equal work are counted at once.
+// Calls visit(bin, units): the bin of a sequence's heaviest unit and how many units it has. They stay neighbours in the list, so
+// that the CTAs which work on them at the same time find their keys and values in the L2 (sorting single units by work read
+// them twice from memory: 435 us instead of 300 for 1,152 sequences of 256).
 template <class Visit>
-__device__ void forward_runs(const JfaScheduleParams& p, const JfaSequence& s, Visit visit) {
+__device__ void forward_units(const JfaScheduleParams& p, const JfaSequence& s, Visit visit) {
     const int units = (s.q_len + p.forward_rows - 1) / p.forward_rows;
     if (units == 0) return;
-    if (p.mask.left < 0 && p.mask.right < 0) {
-        if (units > 1) visit(bin_of(forward_work(p, s, 0)), 0, units - 1);
-        visit(bin_of(forward_work(p, s, (units - 1) * p.forward_rows)), units - 1, 1);
-    } else {
-        for (int u = 0; u < units; ++u) visit(bin_of(forward_work(p, s, u * p.forward_rows)), u, 1);
-    }
+    const long long first = forward_work(p, s, 0), middle = forward_work(p, s, units / 2 * p.forward_rows),
+                    last = forward_work(p, s, (units - 1) * p.forward_rows);
+    visit(bin_of(max(max(first, middle), last)), units);
+}
+
+// Work of a backward unit in query blocks, plus its fixed part.
+__device__ long long backward_work(const JfaScheduleParams& p, const JfaSequence& s, int key0) {
+    const int end = min(key0 + p.backward_rows, s.kv_len), shift = diagonal_shift(p.mask, s.q_len, s.kv_len);
+    const int lo = first_row(p.mask, key0, shift), hi = end > key0 ? min(s.q_len, end_row(p.mask, end - 1, shift, s.q_len)) : 0;
+    return 1 + (hi > lo ? (hi - 1) / p.backward_q_tile - lo / p.backward_q_tile + 1 : 0);
+}
+
+// Calls visit(bin, units) once: the tiles of a sequence stay together, in their order, which is the order of the sums in dq.
+// Without keys there is one unit, for the zeros in dq.
+template <class Visit>
+__device__ void backward_units(const JfaScheduleParams& p, const JfaSequence& s, Visit visit) {
+    const int units = s.kv_len ? (s.kv_len + p.backward_rows - 1) / p.backward_rows : (s.q_len ? 1 : 0);
+    if (units == 0) return;
+    visit(bin_of(max(backward_work(p, s, 0), backward_work(p, s, units / 2 * p.backward_rows))), units);
 }
 
 struct SharedMemory {
@@ -157,19 +172,37 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __gr
     for (int b = first; b < p.batch; b += step) {
         const JfaSequence s = resolve(p, b);
         p.sequences[b] = s;
-        forward_runs(p, s, [&](int bin, int, int units) { atomicAdd(&shared.histogram[bin], units); });
+        forward_units(p, s, [&](int bin, int units) { atomicAdd(&shared.histogram[bin], units); });
     }
     __syncthreads();
     const int total = place_bins(shared, rank, size);
     for (int b = first; b < p.batch; b += step) {
         const JfaSequence s = p.sequences[b];
-        forward_runs(p, s, [&](int bin, int unit, int units) {
+        forward_units(p, s, [&](int bin, int units) {
             const int place = atomicAdd(&shared.cursor[bin], units);
-            for (int u = 0; u < units && place + u < p.forward_capacity; ++u)
-                p.forward_list[place + u] = {b, (unit + u) * p.forward_rows};
+            for (int u = 0; u < units && place + u < p.forward_capacity; ++u) {
+                const int unit = p.mask.right >= 0 ? units - 1 - u : u;  // heaviest first: a diagonal leaves the last rows the most keys
+                p.forward_list[place + u] = {b, unit * p.forward_rows};
+            }
         });
     }
     if (rank == 0 && threadIdx.x == 0) p.header->forward_units = min(total, p.forward_capacity);
+
+    // Backward list.
+    if (!p.backward_list) return;
+    shared.histogram[threadIdx.x] = 0;
+    __syncthreads();
+    for (int b = first; b < p.batch; b += step)
+        backward_units(p, p.sequences[b], [&](int bin, int units) { atomicAdd(&shared.histogram[bin], units); });
+    __syncthreads();
+    const int backward_total = place_bins(shared, rank, size);
+    for (int b = first; b < p.batch; b += step) {
+        backward_units(p, p.sequences[b], [&](int bin, int units) {
+            const int place = atomicAdd(&shared.cursor[bin], units);
+            for (int u = 0; u < units && place + u < p.backward_capacity; ++u) p.backward_list[place + u] = {b, u * p.backward_rows};
+        });
+    }
+    if (rank == 0 && threadIdx.x == 0) p.header->backward_units = min(backward_total, p.backward_capacity);
 }
 
 }  // namespace jfa

@@ -40,7 +40,7 @@ ScheduleParams = struct("ScheduleParams", [
     ("forward_capacity", i32), ("backward_rows", i32), ("backward_q_tile", i32), ("backward_capacity", i32), ("merge", i32),
     ("mask", Mask), ("reserved", i32)])
 ForwardParams = struct("ForwardParams", [
-    ("header", ptr), ("sequences", ptr), ("units", ptr), ("lse", ptr), ("lse_head_stride", i64), ("scale_log2", f32), ("prescale", f32),
+    ("header", ptr), ("sequences", ptr), ("units", ptr), ("counter", ptr), ("lse", ptr), ("lse_head_stride", i64), ("scale_log2", f32), ("prescale", f32),
     ("heads", i32), ("group", i32), ("packed_log2", i32), ("has_prescale", i32), ("mask", Mask), ("o_rows", i32)])
 
 
@@ -75,19 +75,23 @@ class Kernel:
         ok(cuda.cuLaunchKernelEx(C.byref(config), self.function, array, None), "launch")
 
 
+BOUND = 1 << 25
+
+
 def tensor_map(t, box_rows, box_heads=1):
-    """The movable-row-bound map of a [rows, heads, dim] tensor (see ../kernels/README.md)."""
+    """The map of a [rows, heads, dim] tensor with a movable row bound (params.h, JFA_BOUND)."""
     rows, heads, dim = t.shape
     stride, head_stride = t.stride(0) * 2, t.stride(1) * 2
     raw = C.create_string_buffer(128 + 64)
     address = (C.addressof(raw) + 63) & ~63
     u64, u32 = C.c_uint64, C.c_uint32
-    dims = (u64 * 4)(dim, box_rows, rows + 1, heads)
-    strides = (u64 * 3)(stride, stride, head_stride if heads > 1 else max(head_stride, 16))
-    box = (u32 * 4)(64, box_rows, 1, box_heads)
-    one = (u32 * 4)(1, 1, 1, 1)
+    dims = (u64 * 5)(dim, BOUND, rows + 1, heads, BOUND + 1)
+    strides = (u64 * 4)(stride, stride, head_stride if heads > 1 else max(head_stride, 16), (1 << 39) - stride)
+    box = (u32 * 5)(64, box_rows, 1, box_heads, 1)
+    one = (u32 * 5)(1, 1, 1, 1, 1)
     kind = {torch.bfloat16: 9, torch.float16: 6}[t.dtype]
-    ok(cuda.cuTensorMapEncodeTiled(ptr(address), kind, 4, C.c_uint64(t.data_ptr() - box_rows * stride), dims, strides, box, one, 0, 3, 2, 0),
+    promotion = int(os.environ.get("PROMOTION", "2"))
+    ok(cuda.cuTensorMapEncodeTiled(ptr(address), kind, 5, C.c_uint64(t.data_ptr()), dims, strides, box, one, 0, 3, promotion, 0),
        "cuTensorMapEncodeTiled")
     out = (C.c_char * 128).from_address(address)
     out.keep = raw
@@ -95,6 +99,8 @@ def tensor_map(t, box_rows, box_heads=1):
 
 
 SMS = 132
+# Rows of NaN allocated before and after every tensor.
+SLACK = tuple(int(x) for x in os.environ.get("SLACK", "0,0").split(","))
 FORWARD_TILE = {32: 128, 64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
 
 
@@ -126,8 +132,10 @@ class Problem:
         rows_k = self.off_k[-1]
 
         def new(rows, h, d):
-            t = torch.randn(max(rows, 1), h, d, generator=g, device="cuda", dtype=torch.float32).mul_(amplitude).to(dtype)
-            return t[:rows]
+            before, after = SLACK
+            t = torch.randn(before + max(rows, 1) + after, h, d, generator=g, device="cuda", dtype=torch.float32).mul_(amplitude).to(dtype)
+            t[:before], t[before + rows:] = float("nan"), float("nan")
+            return t[before:before + rows]
         if fused:
             assert heads == heads_kv and dim == dim_v and self.rows_q == rows_k
             packed = new(rows_k, 3 * heads, dim)
@@ -220,13 +228,18 @@ class Forward:
         packed = group.bit_length() - 1 if pack and group > 1 and group & (group - 1) == 0 and group <= 64 else 0
         rows = 64 >> packed
         self.s = schedule_params(p, 2 * rows, FORWARD_TILE[tile])
-        self.o = torch.full((p.rows_o, p.heads, p.dim_v), float("nan"), dtype=p.dtype, device="cuda")
+        before, after = SLACK
+        self.o = torch.full((p.rows_o + before + after, p.heads, p.dim_v), float("nan"), dtype=p.dtype, device="cuda")[before:before + p.rows_o]
         self.lse = torch.full((p.heads, p.rows_o), float("nan"), dtype=torch.float32, device="cuda")
         box = min(rows, 16)
         self.maps = [tensor_map(p.q, rows, 1 << packed), tensor_map(p.k, 64), tensor_map(p.v, 64), tensor_map(self.o, box, 16 // box)]
+        # Items are drawn from a counter; DYNAMIC=0: dealt.
+        dynamic = int(os.environ.get("DYNAMIC", "1"))
+        self.counter = torch.zeros(64, dtype=torch.int32, device="cuda")
+        self.dynamic = dynamic
         positive = p.scale > 0
         log2e = 1.4426950408889634
-        self.params = ForwardParams(self.s.header, self.s.sequences, self.s.forward_list, self.lse.data_ptr(), max(p.rows_o, 1),
+        self.params = ForwardParams(self.s.header, self.s.sequences, self.s.forward_list, self.counter.data_ptr() if dynamic else None, self.lse.data_ptr(), max(p.rows_o, 1),
                                     p.scale * log2e if positive else log2e, 1.0 if positive else p.scale,
                                     p.heads_kv if packed else p.heads, group, packed, int(not positive), p.mask, p.rows_o)
 
@@ -234,6 +247,8 @@ class Forward:
         self.schedule_kernel.launch(8, 1024, [self.s], cluster=8)
 
     def run(self):
+        if self.dynamic:
+            self.counter.zero_()
         self.kernel.launch(SMS, 384, [*self.maps, self.params])
 
 

@@ -30,6 +30,13 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
     while (!mbarrier_try_wait(bar, parity)) {}
 }
 
+// True in one lane of a converged warp. Code under it may use the uniform datapath, which one lane chosen by index may not.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t chosen;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(chosen)::"memory");
+    return chosen != 0;
+}
+
 // Named barriers 1..15 (0 is __syncthreads): a rendezvous of `threads` threads.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -1,8 +1,8 @@
-// The bulk tensor copy engine. Tensor maps have four dimensions with a movable row bound (see ../README.md):
-// (column, BOUND - rows, end, head). Rows at or past `end` arrive as zeros and are dropped by stores.
+// The bulk tensor copy engine.
 #pragma once
 #include <cuda.h>
 #include <cstdint>
+#include "../params.h"
 #include "barrier.cuh"
 
 namespace jfa::ptx {
@@ -10,23 +10,16 @@ namespace jfa::ptx {
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-__device__ __forceinline__ void tma_load(const CUtensorMap* map, uint64_t* bar, void* smem, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 ::"r"(smem_address(smem)), "l"(map), "r"(smem_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+// Rows [first, first + rows) of a head, then zeros up to the box's height; `rows` may be 0. (The map: params.h, JFA_BOUND.)
+__device__ __forceinline__ void tma_load_rows(const CUtensorMap* map, uint64_t* bar, void* smem, int column, int first, int rows, int head) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                 ::"r"(smem_address(smem)), "l"(map), "r"(smem_address(bar)), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head),
+                 "r"(JFA_BOUND) : "memory");
 }
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* smem, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(map), "r"(smem_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
-}
-// A box of `box_rows` rows through a map with a movable row bound: rows [first, first + rows) of the tensor, then zeros. An empty
-// box points at row 0: the engine translates the address of a box even when all of it is out of bounds, and a box past the
-// tensor's end can touch an unmapped page (seen on an H200: illegal address).
-__device__ __forceinline__ void tma_load_rows(const CUtensorMap* map, uint64_t* bar, void* smem, int column, int first, int rows, int box_rows, int head) {
-    tma_load(map, bar, smem, column, box_rows - rows, rows > 0 ? first + rows : 0, head);
-}
-// The same for a store: rows past `rows` are dropped; rows must be positive.
-__device__ __forceinline__ void tma_store_rows(const CUtensorMap* map, const void* smem, int column, int first, int rows, int box_rows, int head) {
-    tma_store(map, smem, column, box_rows - rows, first + rows, head);
+// Stores rows [first, first + rows) of a head; the rest of the box is dropped.
+__device__ __forceinline__ void tma_store_rows(const CUtensorMap* map, const void* smem, int column, int first, int rows, int head) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+                 ::"l"(map), "r"(smem_address(smem)), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head), "r"(JFA_BOUND) : "memory");
 }
 // Contiguous fp32 rows: global += shared, elementwise, at the L2.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, const void* smem, uint32_t bytes) {

@@ -30,8 +30,10 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[n]) {
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t smem, uint32_t chunk_bytes = 16) {
     return uint64_t((smem & 0x3FFFF) >> 4) | uint64_t(chunk_bytes >> 4) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
-// Descriptors count in 16-byte units.
-__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+// Descriptors count in 16-byte units. Only the low word moves: no carry to compute, the high word stays a constant.
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+    return (descriptor & 0xFFFFFFFF00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
 
 // d (+)= a * b. Operands in shared memory are K-major, or MN-major where trans_* is 1; scale_d = 0 overwrites d.
 template <int N, class T, int trans_a = 0, int trans_b = 0>
