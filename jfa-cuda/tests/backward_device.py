@@ -1,0 +1,287 @@
+"""The backward kernels on a GPU, straight through the driver API: gradients against float64, determinism, times.
+
+    python3 backward_device.py CUBIN_DIR [check] [repeat] [time] [--cases a,b] [--shapes a,b]
+
+Needs schedule.cubin, backward_<dim>_<type>.cubin, backward_reduce_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
+CUBIN_DIR. Outputs, the sums in the workspace and rows between sequences are NaN before every case. The work runs in a child
+process; a case without an answer for 20 s (a shape: 40 s) is reported as HANG and the child is replaced.
+"""
+import argparse
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+
+if __name__ == "__main__" and "--child" not in sys.argv:
+    a = argparse.ArgumentParser()
+    a.add_argument("directory")
+    a.add_argument("what", nargs="*", default=["check", "repeat", "time"])
+    a.add_argument("--shapes", default="")
+    a.add_argument("--cases", default="")
+    a.add_argument("--extra", default="")
+    args = a.parse_args()
+    status = 0
+    for what in args.what:
+        skip = []
+        while True:
+            child = subprocess.Popen([sys.executable, os.path.abspath(__file__), "--child", args.directory, what, args.cases, args.shapes, ",".join(skip)],
+                                     stdout=subprocess.PIPE, bufsize=0)
+            current, buffer, hung = None, b"", False
+            deadline = time.time() + 90
+            while True:
+                ready, _, _ = select.select([child.stdout], [], [], max(0, deadline - time.time()))
+                if not ready:
+                    hung = True
+                    break
+                data = os.read(child.stdout.fileno(), 65536)
+                if not data:
+                    break
+                buffer += data
+                while b"\n" in buffer:
+                    line, buffer = buffer.split(b"\n", 1)
+                    line = line.decode()
+                    if line.startswith("@"):
+                        current = line[1:]
+                        deadline = time.time() + (20 if what != "time" else 40)
+                    else:
+                        print(line, flush=True)
+            if hung:
+                child.kill()
+                child.wait()
+                print(f"  {current:14s} HANG", flush=True)
+                status += 1
+                skip.append(current or "?")
+                if current is None or len(skip) > 3:
+                    break
+                continue
+            if child.wait() and current is not None and child.returncode not in (0, 1):
+                print(f"  {current:14s} child ended with {child.returncode}", flush=True)
+            status += child.returncode != 0
+            if child.returncode == 3:  # a launch failed: the context is gone, go on behind it
+                skip.append(current)
+                if len(skip) < 6:
+                    continue
+            break
+    sys.exit(1 if status else 0)
+
+import torch
+
+import device as D
+from device import C, Problem, UGLY, f32, i32, i64, kernel, ptr, struct, tensor_map, timed
+
+BLOCK_BYTES, KEYS = 32768, 128
+BackwardParams = struct("BackwardParams", [
+    ("header", ptr), ("sequences", ptr), ("units", ptr), ("lse", ptr), ("control", ptr), ("partial", ptr), ("dq", ptr), ("dk", ptr), ("dv", ptr),
+    ("lse_head_stride", i64), ("dq_row", i64), ("dq_head", i64), ("dk_row", i64), ("dk_head", i64), ("dv_row", i64), ("dv_head", i64),
+    ("scale", f32), ("scale_log2", f32), ("heads_kv", i32), ("group", i32), ("blocks", i32), ("broadcast", i32), ("vectors_qk", i32),
+    ("vectors_v", i32), ("mask", D.Mask), ("o_rows", i32), ("kv_rows", i32), ("ctas", i32)])
+
+
+class Backward:
+    def __init__(self, p, directory, o, lse):
+        tile = 64 if max(p.dim, p.dim_v) <= 64 else 128
+        q_tile = 128 if tile == 64 else 64
+        kind = "bf16" if p.dtype == torch.bfloat16 else "f16"
+        self.p, self.o, self.lse = p, o, lse
+        self.kernel = kernel(directory, f"backward_{tile}_{kind}")
+        self.reduce = kernel(directory, f"backward_reduce_{tile}_{kind}") if p.broadcast else None
+        self.schedule_kernel = kernel(directory, "schedule")
+        self.s = D.schedule_params(p, 128, 128)
+        capacity = p.k.shape[0] // KEYS + max(p.batch, p.kv_batch)
+        self.list = torch.full((8 * max(capacity, 1),), 0x7f, dtype=torch.uint8, device="cuda")
+        self.s.backward_list, self.s.backward_capacity, self.s.backward_rows, self.s.backward_q_tile = self.list.data_ptr(), capacity, KEYS, q_tile
+        slices = -(-D.SMS // p.heads_kv) if p.broadcast else 1
+        self.blocks = -(-p.broadcast // q_tile) if p.broadcast else p.rows_o // q_tile + p.batch
+        longest = max(p.lk, default=0)
+        blocks = p.heads * self.blocks * slices if longest > KEYS or p.broadcast else 0
+        self.partial = torch.full((max(blocks, 1) * BLOCK_BYTES // 4,), float("nan"), device="cuda")
+        self.control = torch.zeros(32 + p.heads * self.blocks, dtype=torch.int32, device="cuda")
+        fresh = lambda t: torch.full_like(t, float("nan"), memory_format=torch.contiguous_format)
+        if p.q.stride(0) > p.heads * p.dim:  # a fused buffer
+            packed = torch.full((p.q.shape[0], 3 * p.heads, p.dim), float("nan"), dtype=p.dtype, device="cuda")
+            self.dq, self.dk, self.dv = (packed[:, i * p.heads:(i + 1) * p.heads] for i in range(3))
+        else:
+            self.dq, self.dk, self.dv = fresh(p.q), fresh(p.k), fresh(p.v)
+        self.maps = [tensor_map(t, 64) for t in (p.q, p.k, p.v, o, p.do)] + [tensor_map(t, 16) for t in (self.dq, self.dk, self.dv)]
+        strides = [2 * s for t in (self.dq, self.dk, self.dv) for s in t.stride()[:2]]
+        self.params = BackwardParams(
+            self.s.header, self.s.sequences, self.list.data_ptr(), lse.data_ptr(), self.control.data_ptr(), self.partial.data_ptr(),
+            self.dq.data_ptr(), self.dk.data_ptr(), self.dv.data_ptr(), lse.stride(0), *strides, p.scale, p.scale * 1.4426950408889634,
+            p.heads_kv, p.heads // p.heads_kv, self.blocks, p.broadcast or 0, p.dim // 8, p.dim_v // 8, p.mask, p.rows_o, p.k.shape[0], D.SMS)
+
+    def schedule(self):
+        self.schedule_kernel.launch(8, 1024, [self.s], cluster=8)
+
+    def run(self):
+        self.control.zero_()
+        self.kernel.launch(D.SMS, 384, [*self.maps, self.params])
+        if self.reduce:
+            self.reduce.launch(self.p.heads * self.blocks * 8, 256, [self.params])
+
+
+def reference(p):
+    """o (rounded), lse, dq, dk, dv in float64; and which rows of dq and dk, dv belong to a sequence."""
+    o = torch.full_like(p.do, float("nan"))
+    lse = torch.full((p.heads, max(p.rows_o, 1)), float("nan"), device="cuda")
+    dq, dk, dv = (torch.zeros(t.shape, dtype=torch.float64, device="cuda") for t in (p.q, p.k, p.v))
+    q_rows, k_rows = torch.zeros(p.q.shape[0], dtype=torch.bool, device="cuda"), torch.zeros(p.k.shape[0], dtype=torch.bool, device="cuda")
+    group = p.heads // p.heads_kv
+    for c in range(p.kv_batch):
+        k_rows[p.off_k[c]:p.off_k[c] + p.lk[c]] = True
+    for b in range(p.batch):
+        rq, ro, rk = p.sequence(b)
+        q_rows[rq] = True
+        out, l = p.reference(b)
+        o[ro], lse[:, ro] = out.to(p.dtype), l.float()
+        q, do = p.q[rq].double(), p.do[ro].double()
+        if not q.shape[0] or rk.start == rk.stop:
+            continue
+        k, v = (t[rk].double().repeat_interleave(group, 1) for t in (p.k, p.v))
+        s = torch.einsum("ihd,jhd->hij", q, k) * p.scale
+        see = p.visible(q.shape[0], k.shape[0])
+        prob = torch.where(see & torch.isfinite(l)[..., None], torch.exp(s - l.nan_to_num(neginf=0.0)[..., None]), torch.zeros_like(s))
+        delta = (o[ro].double() * do).sum(-1).t()[..., None]
+        ds = prob * (torch.einsum("ihd,jhd->hij", do, v) - delta)
+        fold = lambda t: t.reshape(t.shape[0], p.heads_kv, group, t.shape[2]).sum(2)
+        dq[rq] += p.scale * torch.einsum("hij,jhd->ihd", ds, k)
+        dk[rk] += fold(p.scale * torch.einsum("hij,ihd->jhd", ds, q))
+        dv[rk] += fold(torch.einsum("hij,ihd->jhd", prob, do))
+    return o, lse, dq, dk, dv, q_rows, k_rows
+
+
+def cases():
+    pairs = [(a, b) for a in UGLY for b in UGLY]
+    lq, lk = [a for a, _ in pairs], [b for _, b in pairs]
+    yield "one", lambda: Problem([64], [128], 1)
+    yield "self", lambda: Problem(UGLY, UGLY, 4)
+    yield "cross", lambda: Problem(lq, lk, 2)
+    yield "gaps", lambda: Problem(lq, lk, 2, gap=5)
+    yield "causal-tl", lambda: Problem(lq, lk, 2, causal=True)
+    yield "causal-br", lambda: Problem(lq, lk, 2, causal=True, bottom=True)
+    yield "window", lambda: Problem(lq, lk, 2, window=(50, 20))
+    yield "window-br", lambda: Problem(lq, lk, 2, window=(70, 0), bottom=True)
+    yield "window-left", lambda: Problem([700], [700], 2, window=(130, -1))
+    yield "gqa4", lambda: Problem(UGLY, UGLY, 8, 2, causal=True, bottom=True)
+    yield "mqa", lambda: Problem(UGLY, UGLY, 16, 1)
+    yield "gqa3", lambda: Problem(UGLY, UGLY, 6, 2)
+    yield "fused", lambda: Problem(UGLY, UGLY, 3, fused=True)
+    yield "broadcast", lambda: Problem([0] * 11, UGLY, 4, broadcast=32)
+    yield "broadcast130", lambda: Problem([0] * 11, UGLY, 6, 2, broadcast=130)
+    yield "scale0", lambda: Problem(UGLY, UGLY, 2, scale=0.0)
+    yield "negative", lambda: Problem(UGLY, UGLY, 2, scale=-0.1)
+    yield "long", lambda: Problem([2500, 3, 2049], [2500, 3, 2049], 2, causal=True)
+    yield "long-full", lambda: Problem([2500, 3, 1100], [2500, 3, 3049], 2)
+    yield "f16", lambda: Problem(lq, lk, 2, dtype=torch.float16)
+    for d in (8, 32, 40, 64, 96):
+        yield f"d{d}", lambda d=d: Problem(lq, lk, 2, dim=d, causal=True)
+    yield "d64f16", lambda: Problem(lq, lk, 2, dim=64, dtype=torch.float16)
+    yield "d64v128", lambda: Problem(lq, lk, 2, dim=64, dim_v=128)
+
+
+def check(directory, names, skip):
+    bad = 0
+    for name, make in cases():
+        if name in skip or (names and name not in names):
+            continue
+        print("@" + name, flush=True)
+        p = make()
+        o, lse, *gradients, q_rows, k_rows = reference(p)
+        b = Backward(p, directory, o, lse)
+        try:
+            b.schedule()
+            torch.cuda.synchronize()
+            b.run()
+            torch.cuda.synchronize()
+        except RuntimeError as e:
+            print(f"  {name:14s} {e}", flush=True)
+            sys.exit(3)
+        text, wrong = [], False
+        for what, mine, exact, rows in zip(("dq", "dk", "dv"), (b.dq, b.dk, b.dv), gradients, (q_rows, k_rows, k_rows)):
+            x, y = mine[rows].double(), exact[rows]
+            odd = int((~torch.isfinite(x)).sum())
+            touched = int((~torch.isnan(mine[~rows])).sum())
+            zero = (y == 0).all(-1)  # blind rows and keys that nobody sees
+            loose = int((x[zero] != 0).sum())
+            size = float(y.square().sum())
+            err = math.sqrt(float((x.nan_to_num() - y).square().sum()) / size) if size else float(x.nan_to_num().abs().max()) if x.numel() else 0.0
+            wrong |= odd > 0 or touched > 0 or loose > 0 or not err <= (4e-3 if p.dtype == torch.bfloat16 else 6e-4)
+            text.append(f"{what} {err:.2e}" + (f" not finite {odd}" if odd else "") + (f" gaps touched {touched}" if touched else "") + (f" not zero {loose}" if loose else ""))
+        bad += wrong
+        print(f"  {name:14s} units {int(b.s.buffer[4:8].view(torch.int32))} {'; '.join(text)} {'WRONG' if wrong else 'ok'}", flush=True)
+        del p, b, o, lse, gradients
+    return bad
+
+
+def repeat(directory, names, skip):
+    """The same bits in every run and wherever a sequence stands in the batch."""
+    print("@repeat", flush=True)
+    g = torch.Generator().manual_seed(5)
+    lq = torch.randint(0, 700, (200,), generator=g).tolist()
+    p = Problem(lq, lq, 4)
+    o, lse, *_ = reference(p)
+    b = Backward(p, directory, o, lse)
+    b.schedule()
+    b.run()
+    first = [t.clone().view(torch.int16) for t in (b.dq, b.dk, b.dv)]
+    different = 0
+    for _ in range(200):
+        b.run()
+        different += any(not torch.equal(x, t.view(torch.int16)) for x, t in zip(first, (b.dq, b.dk, b.dv)))
+    order = torch.randperm(len(lq), generator=g).tolist()
+    rows = torch.cat([torch.arange(p.off_q[i], p.off_q[i + 1]) for i in order]).cuda()
+    other = Problem([lq[i] for i in order], [lq[i] for i in order], 4)
+    for name in ("q", "k", "v", "do"):
+        setattr(other, name, getattr(p, name)[rows].contiguous())
+    c = Backward(other, directory, o[rows].contiguous(), lse[:, rows].contiguous())
+    c.schedule()
+    c.run()
+    torch.cuda.synchronize()
+    moved = sum(not torch.equal(x[rows], t.view(torch.int16)) for x, t in zip(first, (c.dq, c.dk, c.dv)))
+    print(f"  repeat: {different} of 200 runs differ; permuted batch: {moved} of 3 gradients differ", flush=True)
+    return different + moved
+
+
+def time_shapes(directory, names, skip):
+    ratios = []
+    for name, make in D.shapes():
+        if name in skip or (names and not any(name.startswith(n) for n in names)):
+            continue
+        print("@" + name, flush=True)
+        p = make()
+        f = D.Forward(p, directory)
+        f.schedule()
+        f.run()
+        o, lse = f.o, f.lse
+        del f
+        b = Backward(p, directory, o, lse)
+        b.schedule()
+        torch.cuda.synchronize()
+        ms = timed(b.run, reps=9, warm=2)
+        schedule_us = timed(b.schedule, reps=9) * 1e3
+        odd = sum(int((~torch.isfinite(t)).sum()) for t in (b.dq, b.dk, b.dv))
+        flops = 2.5 * p.flops()
+        rows = p.rows_o * p.heads
+        size = 2 * (2 * (p.dim + p.dim_v) * rows + 2 * (p.k.numel() + p.v.numel())) + 8 * rows
+        floor = max(flops / 680e12, size / 4.27e12) * 1e3
+        ratios.append(ms / floor)
+        print(f"  {name:12s} {ms:8.3f} ms  {flops / ms / 1e9:6.1f} T  floor {floor:7.3f}  x {ms / floor:5.2f}  schedule {schedule_us:5.1f} us"
+              + (f"  NOT FINITE {odd}" if odd else ""), flush=True)
+        del p, b, o, lse
+        torch.cuda.empty_cache()
+    if ratios:
+        print(f"  geometric mean over floor, first 16: {math.exp(sum(map(math.log, ratios[:16])) / len(ratios[:16])):.3f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    directory, what, cases_wanted, shapes_wanted, skipped = sys.argv[2:7]
+    split = lambda s: [x for x in s.split(",") if x]
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    run = {"check": check, "repeat": repeat, "time": time_shapes}[what]
+    status = run(directory, split(shapes_wanted if what == "time" else cases_wanted), split(skipped))
+    if what != "time":
+        print(f"{what}: {status} wrong", flush=True)
+    sys.exit(1 if status else 0)
