@@ -179,6 +179,7 @@ def main():
     jfa.plan_create(context, c.byref(problem), c.byref(plan))
     backend = c.c_char_p()
     jfa.plan_backend(plan, c.byref(backend))
+    backend = backend.value.decode()  # a copy: the text goes with the plan
     needs = Requirements()
     jfa.plan_requirements(plan, c.byref(needs))
 
@@ -221,7 +222,7 @@ def main():
     jfa.plan_release(plan)
     jfa.context_release(context)
 
-    print(f"library {jfa.api.library_version.decode()}, backend {backend.value.decode()}: {len(lengths)} sequences, {rows} tokens")
+    print(f"library {jfa.api.library_version.decode()}, backend {backend}: {len(lengths)} sequences, {rows} tokens")
     print("relative errors: " + ", ".join(f"{name} {error:.2g}" for name, error in errors.items()))
     print(f"mask 9: {told}")
     if not all(error < 6e-4 for error in errors.values()) or "mask = 9" not in told:

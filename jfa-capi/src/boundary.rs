@@ -124,9 +124,10 @@ unsafe fn read_other<T: AbiStruct>(pointer: *const T, size: usize, argument: &st
     Ok(unsafe { value.assume_init() })
 }
 
-/// Whether `size` can be the struct_size of some version of `T`.
+/// Whether `size` can be the struct_size of some version of `T`: every field is there whole or not at all.
 fn check_size<T: AbiStruct>(size: usize, argument: &str) -> Result<()> {
-    if size < T::SINCE {
+    let cut = T::FIELDS.iter().any(|f| f.offset < size && size < f.offset + f.size);
+    if size < T::SINCE || cut {
         let missing = T::FIELDS.iter().find(|f| size < f.offset + f.size).map_or("struct_size", |f| f.name);
         return Err(Failure::new(
             jfa_status::JFA_ERROR_STRUCT_SIZE,
@@ -172,6 +173,7 @@ mod tests {
 
     use super::*;
     use crate::abi::jfa_lse;
+    use crate::frozen::Field;
 
     fn last() -> String {
         // SAFETY: the text lives until the next failure on this thread.
@@ -240,6 +242,67 @@ mod tests {
             let text = failure.to_string();
             assert!(text.contains(&format!("lse.struct_size = {size}:")) && text.contains(field), "{text}");
         }
+    }
+
+    /// A struct that had its first two fields at first, and grew twice.
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Grown {
+        struct_size: usize,
+        first: i64,
+        second: i64,
+        third: i32,
+        fourth: i32,
+    }
+
+    // SAFETY: as the trait asks: sizes and offsets are those of `repr(C)`.
+    unsafe impl AbiStruct for Grown {
+        const NAME: &'static str = "grown";
+        const SINCE: usize = 16;
+        const FIELDS: &'static [Field] = &[
+            Field { name: "struct_size", offset: 0, size: 8 },
+            Field { name: "first", offset: 8, size: 8 },
+            Field { name: "second", offset: 16, size: 8 },
+            Field { name: "third", offset: 24, size: 4 },
+            Field { name: "fourth", offset: 28, size: 4 },
+        ];
+    }
+
+    #[test]
+    fn older_callers_have_zero_in_what_they_do_not_know() {
+        let full = Grown { struct_size: 32, first: 1, second: 2, third: 3, fourth: 4 };
+        for (size, expected) in [
+            (16_usize, Ok((0, 0, 0))),
+            (24, Ok((2, 0, 0))),
+            (28, Ok((2, 3, 0))),
+            (32, Ok((2, 3, 4))),
+            (8, Err("first")),
+            (20, Err("second")),
+            (30, Err("fourth")),
+        ] {
+            // Exactly as much memory as the caller says, so that Miri and AddressSanitizer see a read beyond.
+            let mut memory = vec![0_u64; size.div_ceil(8)];
+            // SAFETY: `memory` has room for `size` bytes.
+            unsafe {
+                let bytes = (&raw const full).cast::<u8>();
+                std::ptr::copy_nonoverlapping(bytes, memory.as_mut_ptr().cast::<u8>(), size);
+            }
+            memory[0] = size as u64;
+            // SAFETY: as long as it says.
+            match (unsafe { read(memory.as_ptr().cast::<Grown>(), "s") }, expected) {
+                (Ok(g), Ok(rest)) => assert_eq!((g.first, (g.second, g.third, g.fourth)), (1, rest)),
+                (Err(e), Err(field)) => {
+                    assert_eq!(e.status(), jfa_status::JFA_ERROR_STRUCT_SIZE);
+                    assert!(e.to_string().contains(&format!("before its field {field} does")), "{e}");
+                }
+                (got, _) => panic!("{size}: {got:?}"),
+            }
+        }
+        // What is written ends where the caller's struct does.
+        let mut old = [24_u64, 9, 9, 9];
+        // SAFETY: longer than it says.
+        unsafe { write(old.as_mut_ptr().cast::<Grown>(), &full, "s") }.unwrap();
+        assert_eq!(old, [24, 1, 2, 9]);
     }
 
     #[test]

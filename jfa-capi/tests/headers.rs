@@ -126,8 +126,7 @@ fn jfa_backend_h() -> String {
     config.includes = vec!["jfa.h".to_owned()];
     config.export.exclude = ["RawStatus", "jfa_get_api", "jfa_last_error"].map(str::to_owned).to_vec();
     config.export.rename.insert("RawStatus".to_owned(), "jfa_status".to_owned());
-    config.export.include =
-        ["jfa_capabilities", "jfa_backend_options", "jfa_backend_api"].map(str::to_owned).to_vec();
+    config.export.include = ["jfa_capabilities", "jfa_backend_options", "jfa_backend_api"].map(str::to_owned).to_vec();
     let mut tail = include_str!("../src/header/backend_entry.h").to_owned() + "\n";
     tail += &assertions(&[
         of::<backend::jfa_capabilities>(),

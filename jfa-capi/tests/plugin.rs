@@ -104,7 +104,8 @@ fn shapes(dtype: DType) -> Vec<(&'static str, Shape)> {
     let base = || Problem::builder(dtype, 4, 24).capacity(6, 30, 35);
     let a = Alignment::BottomRight;
     let shape = |b: ProblemBuilder, batch| Shape { problem: b.build().unwrap(), batch };
-    let dense = |dtype, row_align, shared_by_heads| Bias::Dense { dtype, row_align, shared_by_heads, capacity: 4 * 400 };
+    let dense =
+        |dtype, row_align, shared_by_heads| Bias::Dense { dtype, row_align, shared_by_heads, capacity: 4 * 400 };
     vec![
         ("full", shape(base(), cross)),
         ("causal", shape(base().mask(Mask::Causal(a)).heads_kv(2), cross)),
@@ -115,13 +116,19 @@ fn shapes(dtype: DType) -> Vec<(&'static str, Shape)> {
         ("relative", shape(base().bias(Bias::Relative { radius: 3 }).mask(Mask::Causal(a)).heads_kv(1), cross)),
         ("dense", shape(base().bias(dense(DType::F32, 8, false)), cross)),
         ("dense shared", shape(base().bias(dense(dtype, 1, true)), cross)),
-        ("zeroed", shape(base().zero_unused_rows(true).deterministic(true), |_| {
-            let lengths = |l: &[i64]| l.iter().map(|n| i32::try_from(*n / 2).unwrap()).collect();
-            Batch::cross(&Q, &KV).unwrap().with_lengths(Some(lengths(&Q)), Some(lengths(&KV))).unwrap()
-        })),
-        ("kv_index", shape(base().kv_index(3).heads_kv(2), |_| {
-            Batch::shared_kv(&Q, &[6, 0, 8], vec![2, 0, 2, 1, 0, 2]).unwrap()
-        })),
+        (
+            "zeroed",
+            shape(base().zero_unused_rows(true).deterministic(true), |_| {
+                let lengths = |l: &[i64]| l.iter().map(|n| i32::try_from(*n / 2).unwrap()).collect();
+                Batch::cross(&Q, &KV).unwrap().with_lengths(Some(lengths(&Q)), Some(lengths(&KV))).unwrap()
+            }),
+        ),
+        (
+            "kv_index",
+            shape(base().kv_index(3).heads_kv(2), |_| {
+                Batch::shared_kv(&Q, &[6, 0, 8], vec![2, 0, 2, 1, 0, 2]).unwrap()
+            }),
+        ),
         ("broadcast", shape(base().broadcast_query(4), |_| Batch::broadcast(&KV).unwrap())),
     ]
 }
@@ -173,7 +180,7 @@ fn a_bad_plugin_is_an_error_when_named_and_reported_by_auto() {
         (4, "create reported success and gave no backend"),
         (5, "capabilities.base_alignment = 12"),
         (6, "with 0 ranges"),
-        (7, "capabilities.memory_space = 0"),
+        (7, "capabilities.memory_space = 3"),
         (8, "capabilities.dtypes = 0x10000000000"),
         (10, "its table has 104 bytes, version 1 has at least 120"),
         (11, "has version 2 of the plugin table, which is newer"),
@@ -255,7 +262,8 @@ fn names_paths_variants_and_search_order() {
     assert!(refused.contains("variant = red: there are none (JFA_ERROR_INVALID_ARGUMENT)"), "{refused}");
     assert!(Loader.load("/no/such/file.so", &[]).unwrap().is_none());
 
-    let found: Vec<_> = Loader.discover(&path).into_iter().map(|(n, r)| (n, r.map(|_| ()).map_err(|e| e.to_string()))).collect();
+    let found: Vec<_> =
+        Loader.discover(&path).into_iter().map(|(n, r)| (n, r.map(|_| ()).map_err(|e| e.to_string()))).collect();
     assert_eq!(found.len(), 4, "{found:?}");
     assert_eq!((found[0].0.as_str(), found[0].1.is_ok()), ("broken", true));
     assert!(found[1].1.as_ref().unwrap_err().contains("cannot search this directory"), "{found:?}");
