@@ -4,13 +4,12 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use jfa_core::registry::{Environment, Registry, Request};
-use jfa_core::{AttentionBackend, DeviceMemory, Error};
+use jfa_core::{AttentionBackend, DeviceMemory};
+use jfa_driver::cuda::{CudaGpu, CudaMemory};
 
 /// Every backend built in, with plugins found by name or path.
 pub fn registry() -> Registry {
-    let mut registry = Registry::new();
-    jfa_core::cpu::register(&mut registry);
-    registry
+    jfa::registry()
 }
 
 /// One backend: by name, variant (`cpu:4`) or path, or what `JFA_BACKEND` and `auto` choose.
@@ -22,8 +21,7 @@ pub fn select(name: Option<&str>) -> Result<Arc<dyn AttentionBackend>> {
 
 /// CUDA device memory, for backends (plugins) that compute there and bring none of their own.
 pub fn device_memory() -> jfa_core::Result<Arc<dyn DeviceMemory>> {
-    Err(Error::Unavailable {
-        name: "CUDA device memory".to_owned(),
-        reason: "this build has no CUDA driver support".to_owned(),
-    })
+    let named = |e: jfa_driver::DriverError| e.for_backend("CUDA device memory");
+    let gpu = CudaGpu::new().map_err(named)?;
+    Ok(Arc::new(CudaMemory::new(&gpu, 0).map_err(named)?))
 }

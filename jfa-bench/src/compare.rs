@@ -33,11 +33,11 @@ impl Tolerance {
     /// some units in its last place, and a probability has that as its relative error.
     #[must_use]
     pub fn at_scores_of(self, magnitude: f64) -> Self {
-        let unit = magnitude * 2.0_f64.powi(-23);
         if magnitude < 64.0 {
             return self;
         }
-        Tolerance { o: self.o + 4.0 * unit, gradient: self.gradient + 4.0 * unit, lse: self.lse + 4.0 * unit }
+        let rounding = 8.0 * magnitude * f64::from(f32::EPSILON);
+        Tolerance { o: self.o + rounding, gradient: self.gradient + rounding, lse: self.lse + rounding }
     }
 }
 

@@ -147,13 +147,14 @@ impl Execution {
             }
             (BiasData::Dense(items), Bias::Dense { dtype, capacity, .. }) => {
                 let bias = builder.flat(dtype, capacity as usize)?;
+                let offsets = scenario.bias_offsets();
                 for (b, values) in items.iter().enumerate() {
                     let n = scenario.kv_lens[scenario.kv_of(b)] as usize;
                     if n == 0 {
                         continue;
                     }
                     for (row, chunk) in values.chunks_exact(n).enumerate() {
-                        let at = scenario.bias_offsets()[b] as usize + row * scenario.bias_ld(b) as usize;
+                        let at = offsets[b] as usize + row * scenario.bias_ld(b) as usize;
                         builder.write(bias, dtype, at, chunk);
                     }
                 }
@@ -387,44 +388,9 @@ impl Execution {
         unsafe { self.plan.backward(&call, &self.backward_args()) }
     }
 
-    /// Puts given `o` and `lse` where the forward would have (so that a backward can be tested by itself).
-    pub fn write_forward(&mut self, o: &[Vec<f32>], lse: &[Vec<f32>]) -> Result<()> {
-        self.store(T::O, o)?;
-        let heads = self.problem.heads_q as usize;
-        for (b, values) in lse.iter().enumerate() {
-            let (first, n) = self.o_rows_of(b);
-            for h in 0..heads {
-                let mut bytes = vec![0; n as usize * 4];
-                encode(DType::F32, &values[h * n as usize..][..n as usize], &mut bytes);
-                let at = GUARD + (h as i64 * self.lse.1 + first) as usize * 4;
-                self.arenas[self.lse.0].buffer.upload(at, &bytes)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn store(&mut self, t: T, values: &[Vec<f32>]) -> Result<()> {
-        let p = self.places[t as usize];
-        for (row, head, chunk) in self.pieces(t, values) {
-            let mut bytes = vec![0; p.width()];
-            encode(p.dtype, chunk, &mut bytes);
-            self.arenas[p.arena].buffer.upload(p.byte(row, head), &bytes)?;
-        }
-        Ok(())
-    }
-
-    /// (row, head, elements) of every head's row of `values`.
-    fn pieces<'a>(&self, t: T, values: &'a [Vec<f32>]) -> Vec<(i64, i64, &'a [f32])> {
-        pieces(&self.places[t as usize], &self.rows_of(t), values)
-    }
-
     /// First row and length of each sequence of a tensor.
     fn rows_of(&self, t: T) -> Vec<(i64, i64)> {
         rows_of(&self.scenario, t)
-    }
-
-    fn o_rows_of(&self, b: usize) -> (i64, i64) {
-        rows_of(&self.scenario, T::O)[b]
     }
 
     /// Everything the two passes wrote.
@@ -459,9 +425,8 @@ impl Execution {
             decode(DType::F32, &bytes[GUARD..bytes.len() - GUARD])
         };
         let all_lse = flat(self.lse.0);
-        let lse = (0..self.scenario.batch())
-            .map(|b| {
-                let (first, n) = self.o_rows_of(b);
+        let lse = (self.rows_of(T::O).into_iter())
+            .map(|(first, n)| {
                 (0..self.problem.heads_q)
                     .flat_map(|h| {
                         let at = (h * self.lse.1 + first) as usize;
