@@ -64,12 +64,14 @@ struct Block {
     int begin, end;  // this block's share of them
     int whole_begin, whole_end;  // of these no mask cuts anything
     int half;        // 1: the last tile of its share has work in its first half only
-    int pad[3];
+    int places;      // slots of the ring that the unit takes: two a tile, or one (compact)
+    int pad[2];
 };
 
 // What the key/value producer needs of a unit.
 struct Job {
     int tile0, tiles;  // tiles < 0: no more work
+    int places;
     int hi;            // one past the last key that any row sees
     int kv_row, kv_head;
 };
@@ -116,11 +118,13 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
         const int lo = first_key(p.mask, unit.first, shift), hi = end_key(p.mask, unit.first + unit_rows - 1, shift, s.kv_len);
         const int tile0 = lo / kv_tile, tiles = hi > lo ? (hi - 1) / kv_tile - tile0 + 1 : 0;
         const int q_head = p.packed_log2 ? head * p.group : head;
+        // At most half a tile of keys: keys and values share a slot (below), so that the ring holds four such units.
+        const int places = has_half && tiles == 1 && hi - tile0 * kv_tile <= kv_tile / 2 ? 1 : 2 * tiles;
 
         // Keys and values first: they are the longer wait.
         const int place = use % jobs;
         ptx::mbarrier_wait(&shared.job_empty[place], ((use / jobs) & 1) ^ 1);
-        shared.job[place] = {tile0, tiles, hi, s.kv_row, p.packed_log2 ? head : head / p.group};
+        shared.job[place] = {tile0, tiles, places, hi, s.kv_row, p.packed_log2 ? head : head / p.group};
         ptx::mbarrier_arrive(&shared.job_full[place]);
 
         const int after_item = item_at(use + 2);
@@ -138,6 +142,7 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
             block.rows = rows;
             block.tiles = tiles;
             block.tile0 = tile0;
+            block.places = places;
             block.begin = block.end = 0;
             if (rows > 0) {
                 const int own_lo = first_key(p.mask, first, shift), own_hi = end_key(p.mask, first + rows - 1, shift, s.kv_len);
@@ -205,6 +210,19 @@ __device__ void produce_keys_and_values(SharedMemory& shared, const CUtensorMap*
             }
             ++place;
         };
+        if (job.places == 1) {
+            // Compact: of each chunk of the slot, keys fill the first 64 rows and values the other 64.
+            const int slot = place % slots, row = job.tile0 * kv_tile, rows = job.hi - row;
+            ptx::mbarrier_wait(&shared.kv_empty[slot], ((place / slots) & 1) ^ 1);
+            ptx::mbarrier_arrive_expect_tx(&shared.kv_full[slot], 2 * chunks * box_bytes);
+            for (int x = 0; x < chunks; ++x)
+                ptx::tma_load_rows(map_k, &shared.kv_full[slot], shared.kv[slot] + x * kv_chunk_bytes, 64 * x, job.kv_row + row, rows, job.kv_head);
+            for (int x = 0; x < chunks; ++x)
+                ptx::tma_load_rows(map_v, &shared.kv_full[slot], shared.kv[slot] + x * kv_chunk_bytes + box_bytes, 64 * x, job.kv_row + row, rows,
+                                   job.kv_head);
+            ++place;
+            continue;
+        }
         for (int j = 0; j < job.tiles; ++j) {
             if (j == 0) load_tile(map_k, 0, true);
             if (j + 1 < job.tiles) load_tile(map_k, j + 1, true);
@@ -239,12 +257,13 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
     const auto release_q = [&](uint32_t which) {
         if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[me][which % q_stages]);
     };
-    const auto walk = [&](uint32_t from, int tiles, int first, int last) {
+    const auto walk = [&](uint32_t from, const Block& b, int first, int last) {
         for (int j = first; j < last; ++j) {
             wait_slot(from + key_place(j));
             release_slot(from + key_place(j));
-            wait_slot(from + value_place(j, tiles));
-            release_slot(from + value_place(j, tiles));
+            if (b.places == 1) continue;
+            wait_slot(from + value_place(j, b.tiles));
+            release_slot(from + value_place(j, b.tiles));
         }
     };
     // Broadcast from lane 0, so that the compiler knows the block's fields to be uniform: products may then stand in branches.
@@ -273,8 +292,8 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         ptx::wgmma_commit();
     };
     // o (+)= p v of tile j; keys past the half were never loaded, so they must not be multiplied.
-    const auto accumulate = [&](uint32_t place, bool half, bool first) {
-        const uint64_t b = ptx::advance(v_descriptor, place % slots * slot_bytes);
+    const auto accumulate = [&](uint32_t place, bool half, bool compact, bool first) {
+        const uint64_t b = ptx::advance(v_descriptor, place % slots * slot_bytes + (compact ? box_bytes : 0));
         if (has_half && half) {
             ptx::wgmma_fence();
 #pragma unroll
@@ -288,14 +307,13 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         }
     };
 
-    // Masks what the diagonal, the window's edge or the sequence's end cuts off tile j, moves the running maximum, and says by
-    // which factors earlier sums must shrink.
-    const auto maximum = [&](const Block& b, int j, bool half, bool whole, float& shrink_a, float& shrink_b) {
+    // Masks what the diagonal, the window's edge or the sequence's end cuts off tile j.
+    const auto mask = [&](const Block& b, int j) {
         if (p.has_prescale) {
 #pragma unroll
             for (int i = 0; i < kv_tile / 2; ++i) s[i] *= p.prescale;
         }
-        if (!whole) {
+        if (j < b.whole_begin || j >= b.whole_end) {
             // One bit for each of this thread's columns of a row: pairs of neighbours, eight columns apart.
             const auto visible = [&](int i) {
                 const int key0 = (b.tile0 + j) * kv_tile + column;
@@ -315,59 +333,97 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
                 }
             }
         }
-        // Two chains a row: a single one would wait for each maximum before it takes the next.
-        float top_a = max_a, top_b = max_b, other_a = s[0], other_b = s[2];
-        const auto maxima = [&](int from, int to) {
+    };
+    // This thread's maxima of the tile's two rows. Two chains a row: a single one would wait for each maximum.
+    const auto maxima = [&](int from, int to, float& top_a, float& top_b) {
+        float other_a = s[4 * from], other_b = s[4 * from + 2];
 #pragma unroll
-            for (int g = from; g < to; g += 2) {
-                top_a = fmaxf(top_a, fmaxf(s[4 * g], s[4 * g + 1]));
-                top_b = fmaxf(top_b, fmaxf(s[4 * g + 2], s[4 * g + 3]));
-                other_a = fmaxf(other_a, fmaxf(s[4 * g + 4], s[4 * g + 5]));
-                other_b = fmaxf(other_b, fmaxf(s[4 * g + 6], s[4 * g + 7]));
-            }
-        };
-        maxima(0, kv_tile / 16);
-        if (!(has_half && half)) maxima(kv_tile / 16, kv_tile / 8);
+        for (int g = from; g < to; g += 2) {
+            top_a = fmaxf(top_a, fmaxf(s[4 * g], s[4 * g + 1]));
+            top_b = fmaxf(top_b, fmaxf(s[4 * g + 2], s[4 * g + 3]));
+            other_a = fmaxf(other_a, fmaxf(s[4 * g + 4], s[4 * g + 5]));
+            other_b = fmaxf(other_b, fmaxf(s[4 * g + 6], s[4 * g + 7]));
+        }
         top_a = fmaxf(top_a, other_a);
         top_b = fmaxf(top_b, other_b);
+    };
+    // The reference maximum moves only when it would be exceeded by more than 2^8: o and the sum then rarely need rescaling, and
+    // the result is the same (FlashAttention-4's lazy rescaling). From -inf every finite value is a move.
+    const auto moves = [&](float top, float reference) { return (top - reference) * scale_log2 > 8.0f; };
+    // Moves the maxima of this warp's rows where they must; returns the factors by which earlier sums shrink.
+    const auto move_maxima = [&](float top_a, float top_b, float& shrink_a, float& shrink_b) {
 #pragma unroll
         for (int d = 1; d < 4; d *= 2) {
             top_a = fmaxf(top_a, __shfl_xor_sync(~0u, top_a, d));
             top_b = fmaxf(top_b, __shfl_xor_sync(~0u, top_b, d));
         }
-        // The reference maximum moves only when it would be exceeded by more than 2^8: o and sum then rarely need rescaling,
-        // and the result is the same (FlashAttention-4's lazy rescaling). From -inf every finite value is a move.
-        const bool move_a = (top_a - max_a) * scale_log2 > 8.0f, move_b = (top_b - max_b) * scale_log2 > 8.0f;
+        const bool move_a = moves(top_a, max_a), move_b = moves(top_b, max_b);
         shrink_a = move_a ? ptx::exp2_approx((max_a - top_a) * scale_log2) : 1.0f;
         shrink_b = move_b ? ptx::exp2_approx((max_b - top_b) * scale_log2) : 1.0f;
         max_a = move_a ? top_a : max_a;
         max_b = move_b ? top_b : max_b;
-        sum_a *= shrink_a;
-        sum_b *= shrink_b;
     };
-    // Scores -> probabilities, summed in fp32 and rounded to A fragments. The fragments must be free: no product reads them.
-    const auto exponentials = [&](bool half) {
+    // Columns 8 * from .. 8 * to of the scores -> probabilities, summed in fp32 and rounded to A fragments, which must be free: no
+    // product reads them.
+    const auto exponentials = [&](int from, int to, float& tile_a, float& tile_b) {
         // A row that has seen no key keeps maximum -inf; subtracting 0 instead keeps exp2(-inf) = 0 free of NaN.
         const float zero_a = max_a == -INFINITY ? 0.0f : -max_a * scale_log2, zero_b = max_b == -INFINITY ? 0.0f : -max_b * scale_log2;
-        const auto convert = [&](int from, int to) {
 #pragma unroll
-            for (int k = from; k < to; ++k) {
+        for (int k = from / 2; k < to / 2; ++k) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float* x = s + 8 * k + 4 * h;
-                    x[0] = ptx::exp2_approx(fmaf(x[0], scale_log2, zero_a));
-                    x[1] = ptx::exp2_approx(fmaf(x[1], scale_log2, zero_a));
-                    x[2] = ptx::exp2_approx(fmaf(x[2], scale_log2, zero_b));
-                    x[3] = ptx::exp2_approx(fmaf(x[3], scale_log2, zero_b));
-                    sum_a += x[0] + x[1];
-                    sum_b += x[2] + x[3];
-                    pr[k][2 * h] = ptx::pack<T>(x[0], x[1]);
-                    pr[k][2 * h + 1] = ptx::pack<T>(x[2], x[3]);
-                }
+            for (int h = 0; h < 2; ++h) {
+                const float* x = s + 8 * k + 4 * h;
+                const float a0 = ptx::exp2_approx(fmaf(x[0], scale_log2, zero_a)), a1 = ptx::exp2_approx(fmaf(x[1], scale_log2, zero_a));
+                const float b0 = ptx::exp2_approx(fmaf(x[2], scale_log2, zero_b)), b1 = ptx::exp2_approx(fmaf(x[3], scale_log2, zero_b));
+                tile_a += a0 + a1;
+                tile_b += b0 + b1;
+                pr[k][2 * h] = ptx::pack<T>(a0, a1);
+                pr[k][2 * h + 1] = ptx::pack<T>(b0, b1);
             }
-        };
-        convert(0, kv_tile / 32);
-        if (!(has_half && half)) convert(kv_tile / 32, kv_tile / 16);
+        }
+    };
+    constexpr int all_groups = kv_tile / 8, half_groups = has_half ? all_groups / 2 : all_groups;  // of eight columns
+
+    // Softmax of a block's first tile: the maximum, then the exponentials.
+    const auto first_softmax = [&](const Block& b, int j, bool half) {
+        mask(b, j);
+        float shrink_a, shrink_b;
+        max_a = max_b = -INFINITY;
+        sum_a = sum_b = 0.0f;
+        float top_a = -INFINITY, top_b = -INFINITY;
+        maxima(0, half_groups, top_a, top_b);
+        if (has_half && !half) maxima(half_groups, all_groups, top_a, top_b);
+        move_maxima(top_a, top_b, shrink_a, shrink_b);
+        exponentials(0, half_groups, sum_a, sum_b);
+        if (has_half && !half) exponentials(half_groups, all_groups, sum_a, sum_b);
+    };
+    // Softmax of a later tile: exponentials against the maximum so far, beside them this tile's maxima; in the rare case that the
+    // maximum moves for a row of this warp, once more against the new one. (Knowing the maximum first costs its latency each time.)
+    const auto next_softmax = [&](const Block& b, int j, bool half) {
+        mask(b, j);
+        float top_a = -INFINITY, top_b = -INFINITY, tile_a = 0.0f, tile_b = 0.0f;
+        maxima(0, half_groups, top_a, top_b);
+        exponentials(0, half_groups, tile_a, tile_b);
+        if (has_half && !half) {
+            maxima(half_groups, all_groups, top_a, top_b);
+            exponentials(half_groups, all_groups, tile_a, tile_b);
+        }
+        if (__any_sync(~0u, moves(top_a, max_a) || moves(top_b, max_b))) {
+            float shrink_a, shrink_b;
+            move_maxima(top_a, top_b, shrink_a, shrink_b);
+            tile_a = tile_b = 0.0f;
+            exponentials(0, half_groups, tile_a, tile_b);
+            if (has_half && !half) exponentials(half_groups, all_groups, tile_a, tile_b);
+            sum_a *= shrink_a;
+            sum_b *= shrink_b;
+#pragma unroll
+            for (int i = 0; i < head_dim / 2; i += 4) {
+                o[i] *= shrink_a, o[i + 1] *= shrink_a;
+                o[i + 2] *= shrink_b, o[i + 3] *= shrink_b;
+            }
+        }
+        sum_a += tile_a;
+        sum_b += tile_b;
     };
 
     // Divides by the sum and writes o (through shared memory, 16 rows a warp) and lse.
@@ -441,8 +497,8 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
                 sum_a = sum_b = 0.0f;
                 store_output(b);
             }
-            walk(base, b.tiles, 0, b.tiles);
-            base += 2 * b.tiles;
+            walk(base, b, 0, b.tiles);
+            base += b.places;
             b = fetch(++use);
         }
     };
@@ -453,47 +509,33 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         if (ptx::elect_one()) ptx::bulk_wait<0>();
         return;
     }
-    walk(base, b.tiles, 0, b.begin);
+    walk(base, b, 0, b.begin);
     wait_slot(base + key_place(b.begin));
     scores(use, base + key_place(b.begin));
     ptx::wgmma_wait<0>();
     ptx::wgmma_hold(s);
-    release_slot(base + key_place(b.begin));
+    if (b.places != 1) release_slot(base + key_place(b.begin));
     for (;;) {
-        max_a = max_b = -INFINITY;
-        sum_a = sum_b = 0.0f;
-
-        // Tile by tile; the next tile's scores and this tile's p v run while the next softmax waits or works.
-        float shrink_a, shrink_b;
-        int j = b.begin;
+        // Tile by tile: the next tile's scores first, so that its softmax overlaps this tile's p v.
         const auto half_at = [&](int tile) { return b.half && tile + 1 == b.end; };
-        const auto whole_at = [&](int tile) { return tile >= b.whole_begin && tile < b.whole_end; };
-        maximum(b, j, half_at(j), whole_at(j), shrink_a, shrink_b);
-        exponentials(half_at(j));
+        int j = b.begin;
+        first_softmax(b, j, half_at(j));
         for (; j + 1 < b.end; ++j) {
             const uint32_t keys = base + 2 * j + 1, values = keys + 1;  // key_place(j + 1), value_place(j)
             wait_slot(keys);
             wait_slot(values);
             scores(use, keys);
-            accumulate(values, false, j == b.begin);
+            accumulate(values, false, false, j == b.begin);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(s);
             release_slot(keys);
-            maximum(b, j + 1, half_at(j + 1), whole_at(j + 1), shrink_a, shrink_b);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(o);
             release_slot(values);
-            if (__any_sync(~0u, shrink_a != 1.0f || shrink_b != 1.0f)) {
-#pragma unroll
-                for (int i = 0; i < head_dim / 2; i += 4) {
-                    o[i] *= shrink_a, o[i + 1] *= shrink_a;
-                    o[i + 2] *= shrink_b, o[i + 3] *= shrink_b;
-                }
-            }
-            exponentials(half_at(j + 1));
+            next_softmax(b, j + 1, half_at(j + 1));
         }
         release_q(use);
-        const uint32_t values = base + value_place(j, b.tiles);
+        const uint32_t values = base + (b.places == 1 ? 0 : value_place(j, b.tiles));
         const bool half = b.half;
         wait_slot(values);
 
@@ -504,27 +546,27 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         const bool trailing = b.end < b.tiles;
         if (early && !trailing) {
             next = fetch(++use);
-            base += 2 * b.tiles;
+            base += b.places;
         }
         if (!early || trailing || next.begin == next.end || next.begin > 0) {
-            accumulate(values, half, j == b.begin);
+            accumulate(values, half, b.places == 1, j == b.begin);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(o);
             release_slot(values);
             store_output(b);
             if (!early || trailing) {
-                walk(base, b.tiles, b.end, b.tiles);
-                base += 2 * b.tiles;
+                walk(base, b, b.end, b.tiles);
+                base += b.places;
                 next = fetch(++use);
             }
             skip_idle(next);
             if (next.rows < 0) break;
-            walk(base, next.tiles, 0, next.begin);
+            walk(base, next, 0, next.begin);
             wait_slot(base + key_place(next.begin));
             scores(use, base + key_place(next.begin));
         } else {
             wait_slot(base + key_place(0));
-            accumulate(values, half, j == b.begin);
+            accumulate(values, half, b.places == 1, j == b.begin);
             scores(use, base + key_place(0));
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(o);
@@ -533,7 +575,7 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_hold(s);
-        release_slot(base + key_place(next.begin));
+        if (next.places != 1) release_slot(base + key_place(next.begin));
         b = next;
     }
     if (ptx::elect_one()) ptx::bulk_wait<0>();
