@@ -74,9 +74,9 @@ pub struct Capabilities {
     pub deterministic: bool,
     /// Can honour `zero_unused_rows`.
     pub zero_unused_rows: bool,
-    /// Base addresses of tensors are multiples of this many bytes (at least the element size).
+    /// Base addresses of tensors are multiples of this many bytes, a power of two (at least the element size).
     pub base_alignment: usize,
-    /// Row and head strides are multiples of this many bytes (at least the element size).
+    /// Row and head strides are multiples of this many bytes, a power of two (at least the element size).
     pub stride_alignment: usize,
 }
 

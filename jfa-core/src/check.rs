@@ -4,16 +4,18 @@
 
 use crate::layout::Offsets;
 use crate::{
-    BackwardArgs, Bias, Buffer, Call, DType, DataPtr, Error, ForwardArgs, IndexType, Layout, LseView, MemorySpace,
-    Problem, Query, Requirements, Result, TensorView,
+    BackwardArgs, Bias, Buffer, Call, Capabilities, DType, DataPtr, Error, ForwardArgs, IndexType, Layout, LseView,
+    MemorySpace, Problem, Query, Requirements, Result, TensorView,
 };
 
 /// What a call has to respect: the problem, and the promises of the backend it goes to.
 pub(crate) struct Checker {
     pub problem: Problem,
     pub memory_space: MemorySpace,
-    pub base_alignment: usize,
-    pub stride_alignment: usize,
+    /// Divisor of tensor addresses, in bytes; a power of two.
+    base_alignment: usize,
+    /// Divisor of strides, in elements; a power of two.
+    stride_step: i64,
     pub requirements: Requirements,
     pub backend: String,
 }
@@ -45,6 +47,25 @@ enum Access {
 }
 
 impl Checker {
+    /// # Errors
+    /// [`Error::Internal`] when the backend promises alignments that are no powers of two.
+    pub fn new(problem: &Problem, capabilities: &Capabilities, requirements: Requirements, name: &str) -> Result<Self> {
+        let (base, stride) = (capabilities.base_alignment, capabilities.stride_alignment);
+        if !base.is_power_of_two() || !stride.is_power_of_two() {
+            let text = format!("backend '{name}': alignments {base} and {stride} are not both powers of two");
+            return Err(Error::Internal(text));
+        }
+        let size = problem.dtype.size();
+        Ok(Checker {
+            problem: problem.clone(),
+            memory_space: capabilities.memory_space,
+            base_alignment: base.max(size),
+            stride_step: i64::try_from(stride.max(size) / size).unwrap_or(i64::MAX),
+            requirements,
+            backend: name.to_owned(),
+        })
+    }
+
     /// A batch without sequences is done as soon as it is seen, unless unused rows are to be zeroed.
     #[inline]
     pub fn is_idle(&self, layout: &Layout) -> bool {
@@ -190,27 +211,13 @@ impl Checker {
         if view.data.is_null() {
             return Err(null(name, "data", format!("it has {rows} rows")));
         }
-        let size = view.dtype.size();
-        if !view.data.addr().is_multiple_of(self.base_alignment.max(size)) {
-            return Err(self.misaligned(format!("{name}.data"), view.data, self.base_alignment.max(size)));
+        if view.data.addr() & (self.base_alignment - 1) != 0 {
+            return Err(self.misaligned(format!("{name}.data"), view.data, self.base_alignment));
         }
-        // A stride that no element uses may be anything (exchange formats write 1): give it a value that fits.
-        let step = i64::try_from(self.stride_alignment / size).unwrap_or(i64::MAX).max(1);
-        if heads == 1 && (view.head_stride % step != 0 || view.head_stride < dim) {
-            view.head_stride = round_up(dim, step);
-        }
-        if rows == 1 && (view.row_stride % step != 0 || view.row_stride < dim) {
-            view.row_stride = round_up(dim, step).max(view.head_stride.saturating_mul(heads));
-        }
-        for (stride, field) in [(view.row_stride, "row_stride"), (view.head_stride, "head_stride")] {
-            if stride % step != 0 {
-                let bytes = i128::from(stride) * size as i128;
-                return Err(self.misaligned(
-                    format!("{name}.{field}"),
-                    format!("{stride} elements ({bytes} bytes)"),
-                    self.stride_alignment,
-                ));
-            }
+        let size = self.problem.dtype.size();
+        let off_step = self.stride_step - 1;
+        if (view.row_stride | view.head_stride) & off_step != 0 || heads == 1 || rows == 1 {
+            self.strides(name, view)?;
         }
         match extent(rows, view.row_stride, heads, view.head_stride, dim, size) {
             Some(bytes) if view.data.addr().checked_add(bytes).is_some() => {}
@@ -218,6 +225,28 @@ impl Checker {
         }
         if access == Access::Write && self_overlaps(view) {
             return Err(overlap(name, view));
+        }
+        Ok(())
+    }
+
+    /// Repairs strides that no element uses (exchange formats write 1 there), complains about the others.
+    #[cold]
+    fn strides(&self, name: &'static str, view: &mut TensorView) -> Result<()> {
+        let step = self.stride_step;
+        if view.heads == 1 && (view.head_stride % step != 0 || view.head_stride < view.dim) {
+            view.head_stride = round_up(view.dim, step);
+        }
+        if view.rows == 1 && (view.row_stride % step != 0 || view.row_stride < view.dim) {
+            view.row_stride = round_up(view.dim, step).max(view.head_stride.saturating_mul(view.heads));
+        }
+        let size = self.problem.dtype.size();
+        for (stride, field) in [(view.row_stride, "row_stride"), (view.head_stride, "head_stride")] {
+            if stride % step != 0 {
+                let bytes = i128::from(stride) * size as i128;
+                let required = usize::try_from(step).map_or(usize::MAX, |s| s.saturating_mul(size));
+                let value = format!("{stride} elements ({bytes} bytes)");
+                return Err(self.misaligned(format!("{name}.{field}"), value, required));
+            }
         }
         Ok(())
     }
@@ -392,7 +421,7 @@ impl Checker {
         if data.is_null() && needed {
             return Err(null(name, "", "the batch has sequences".to_owned()));
         }
-        if !data.addr().is_multiple_of(size) {
+        if data.addr() & (size - 1) != 0 {
             return Err(self.misaligned(name.to_owned(), data, size));
         }
         Ok(())

@@ -123,14 +123,7 @@ impl Plan {
             });
         }
         let plan = backend.plan(problem)?;
-        let check = Checker {
-            problem: problem.clone(),
-            memory_space: capabilities.memory_space,
-            base_alignment: capabilities.base_alignment,
-            stride_alignment: capabilities.stride_alignment,
-            requirements: plan.requirements(),
-            backend: backend.name().to_owned(),
-        };
+        let check = Checker::new(problem, capabilities, plan.requirements(), backend.name())?;
         Ok(Plan { inner: Arc::new(Inner { check, backend, plan }) })
     }
 
