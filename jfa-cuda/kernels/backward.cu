@@ -614,6 +614,8 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 
 // Read by the build from the cubin: one source of truth for the launch.
 extern "C" __constant__ unsigned jfa_dynamic_shared = sizeof(SharedMemory);
+extern "C" __constant__ unsigned jfa_unit_rows = keys;  // of one key/value head
+extern "C" __constant__ unsigned jfa_q_tile = q_tile;
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,

@@ -40,6 +40,9 @@ macro_rules! mirror {
     };
 }
 
+/// Bytes of a row block's partial dq: `JFA_BACKWARD_BLOCK_BYTES`.
+pub const BACKWARD_BLOCK_BYTES: usize = 32_768;
+
 /// A device address in a parameter structure.
 pub type Address = u64;
 
@@ -152,6 +155,66 @@ mirror! {
         o_rows: i32,
     }
 
+    /// Parameters of the backward kernels.
+    struct BackwardParams = "JfaBackwardParams" {
+        /// The schedule buffer.
+        header: Address,
+        /// `[batch]`.
+        sequences: Address,
+        /// The backward list.
+        units: Address,
+        /// `[heads_q, lse_head_stride]`.
+        lse: Address,
+        /// Zeroed before every launch.
+        control: Address,
+        /// Partial sums of dq.
+        partial: Address,
+        /// Base of dq.
+        dq: Address,
+        /// Base of dk.
+        dk: Address,
+        /// Base of dv.
+        dv: Address,
+        /// Distance of heads, in elements.
+        lse_head_stride: i64,
+        /// Distance of rows of dq.
+        dq_row_bytes: i64,
+        /// Distance of heads of dq.
+        dq_head_bytes: i64,
+        /// Distance of rows of dk.
+        dk_row_bytes: i64,
+        /// Distance of heads of dk.
+        dk_head_bytes: i64,
+        /// Distance of rows of dv.
+        dv_row_bytes: i64,
+        /// Distance of heads of dv.
+        dv_head_bytes: i64,
+        /// Factor of the scores.
+        scale: f32,
+        /// `scale * log2(e)`.
+        scale_log2: f32,
+        /// Key/value heads.
+        heads_kv: i32,
+        /// Query heads per key/value head.
+        group: i32,
+        /// Row blocks per query head.
+        blocks: i32,
+        /// Rows of the broadcast query; 0: jagged queries.
+        broadcast: i32,
+        /// 16-byte pieces of a row of dq and dk.
+        vectors_qk: i32,
+        /// And of dv.
+        vectors_v: i32,
+        /// Visibility.
+        mask: Mask,
+        /// Rows of o in this call.
+        o_rows: i32,
+        /// Rows of k in this call.
+        kv_rows: i32,
+        /// Blocks of the backward's grid.
+        ctas: i32,
+    }
+
     /// What `jfa_validate` found.
     struct Finding = "JfaFinding" {
         /// Which array; 0: none.
@@ -262,6 +325,7 @@ mod tests {
         assert("sizeof(JfaScheduleHeader)".into(), SCHEDULE_HEADER_BYTES);
         assert("sizeof(JfaSequence)".into(), SEQUENCE_BYTES);
         assert("sizeof(JfaUnit)".into(), UNIT_BYTES);
+        assert("JFA_BACKWARD_BLOCK_BYTES".into(), BACKWARD_BLOCK_BYTES);
         assert("JFA_BOUND".into(), jfa_driver::JaggedMap::BOUND as usize);
         assert("JFA_MAX_ROWS".into(), usize::try_from(MAX_ROWS).unwrap());
         let compile = |c: &str| {

@@ -11,8 +11,8 @@ use jfa_driver::{DriverError, JaggedMap, KernelArg, KernelSet, Scope, TensorMap}
 
 use crate::kernels::{Wanted, check_promises, choose, constant, map_of};
 use crate::params::{
-    self, Address, Finding, ForwardParams, MAX_ROWS, SCHEDULE_HEADER_BYTES, SEQUENCE_BYTES, ScheduleParams, UNIT_BYTES,
-    ValidateParams, ZeroParams, ZeroTensor,
+    self, Address, BACKWARD_BLOCK_BYTES, BackwardParams, Finding, ForwardParams, MAX_ROWS, SCHEDULE_HEADER_BYTES,
+    SEQUENCE_BYTES, ScheduleParams, UNIT_BYTES, ValidateParams, ZeroParams, ZeroTensor,
 };
 
 /// Query heads packed into the rows of a block are at most 2 to this: beyond, a block would hold fewer than four rows of
@@ -22,6 +22,15 @@ const MOST_PACKED_LOG2: u32 = 4;
 /// Threads of `jfa_zero_rows` times rows per thread, and blocks per multiprocessor: enough to fill the device.
 const ZERO_ROWS_PER_BLOCK: i64 = 256;
 const ZERO_BLOCKS_PER_MULTIPROCESSOR: i64 = 8;
+
+/// Scratch of a forward: the counter from which blocks draw their items.
+const FORWARD_BYTES: usize = Requirements::ALIGNMENT;
+
+/// The backward's own counters, before the flags of its row blocks.
+const BACKWARD_COUNTERS_BYTES: i64 = 128;
+const BACKWARD_FLAG_BYTES: i64 = 4;
+/// Blocks of `jfa_backward_reduce_*` per row block.
+const REDUCE_BLOCKS: u32 = 8;
 
 /// The kernels of a plan on one device, as indices into its bundle, and their tensor maps.
 struct Chosen {
@@ -33,16 +42,50 @@ struct Chosen {
     k: JaggedMap,
     v: JaggedMap,
     o: JaggedMap,
+    /// What lacks for a backward, where it lacks.
+    backward: Result<ChosenBackward>,
     shape: Shape,
 }
 
-/// What the schedule depends on; the same on every device of a plan.
+/// The kernels of a backward on one device.
+struct ChosenBackward {
+    backward: usize,
+    reduce: usize,
+    /// Maps of q, k, v, o, d_o, dq, dk, dv.
+    maps: [JaggedMap; 8],
+    shape: BackwardShape,
+}
+
+/// What the schedule and the workspace depend on; the same on every device of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     /// Query rows of a forward unit.
     forward_rows: i32,
     /// Keys of a forward tile.
     forward_kv_tile: i32,
+    /// Of the backward, where there is one.
+    backward: Option<BackwardShape>,
+}
+
+/// Tiles of the backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct BackwardShape {
+    /// Keys of a unit.
+    keys: i32,
+    /// Query rows of a tile.
+    q_tile: i32,
+}
+
+/// Where the parts of the backward's workspace stand.
+#[derive(Clone, Copy, Debug)]
+struct BackwardLayout {
+    /// Row blocks per query head.
+    blocks: i32,
+    /// Bytes of the flags at the start, zero before every launch.
+    control_bytes: usize,
+    /// Partial sums; none where no chain can exist.
+    partial: Option<usize>,
+    bytes: usize,
 }
 
 /// Where the parts of the schedule buffer stand.
@@ -52,6 +95,7 @@ struct ScheduleLayout {
     forward_list: usize,
     backward_list: usize,
     forward_capacity: i32,
+    backward_capacity: i32,
     bytes: usize,
 }
 
@@ -65,6 +109,8 @@ pub(crate) struct CudaPlan {
     packed_log2: u32,
     shape: Shape,
     schedule: ScheduleLayout,
+    /// Or why there can be none.
+    backward: Result<BackwardLayout>,
     mask: params::Mask,
     validate: bool,
 }
@@ -74,6 +120,10 @@ fn i32_of(name: &str, value: i64, most: i64) -> Result<i32> {
         Ok(v) if value <= most => Ok(v),
         _ => Err(Error::invalid(name, value, format!("the cuda backend takes at most {most}"))),
     }
+}
+
+const fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(Requirements::ALIGNMENT)
 }
 
 fn address(data: DataPtr) -> Address {
@@ -147,21 +197,30 @@ impl CudaPlan {
             }
         }
 
-        let forward_capacity = Self::most_units(problem, i64::from(shape.forward_rows));
-        let items = forward_capacity.checked_mul(i64::from(heads) >> packed_log2);
-        let Some(forward_capacity) =
-            items.filter(|n| *n <= i64::from(i32::MAX)).and(i32::try_from(forward_capacity).ok())
-        else {
-            return Err(Error::Unsupported {
-                asked: problem.to_string(),
-                lacks: format!("'{name}' takes at most 2^31 - 1 tiles times heads"),
-            });
+        let too_large = |what: &str| Error::Unsupported {
+            asked: problem.to_string(),
+            lacks: format!("'{name}' takes at most 2^31 - 1 tiles times heads in a {what}"),
         };
+        // Kernels number their work, tiles times heads, with 32 bits.
+        let count = |units: i64, heads: i64| {
+            units.checked_mul(heads).filter(|n| *n <= i64::from(i32::MAX)).and_then(|_| i32::try_from(units).ok())
+        };
+        let forward_capacity = Self::most_units(problem, i64::from(shape.forward_rows));
+        let forward_units =
+            count(forward_capacity, i64::from(heads) >> packed_log2).ok_or_else(|| too_large("forward"))?;
+        // A backward that cannot be leaves the forward alone.
+        let (backward_units, backward) = match shape.backward {
+            Some(b) => match count(Self::most_key_tiles(problem, i64::from(b.keys)), problem.heads_kv) {
+                Some(units) => (units, Self::backward_layout(name, kernels, problem, b)),
+                None => (0, Err(too_large("backward"))),
+            },
+            None => (0, Err(Error::Internal("a plan without a backward".to_owned()))),
+        };
+        let backward_units = if backward.is_ok() { backward_units } else { 0 };
         let size = |n: i64, each: usize| usize::try_from(n).unwrap_or(0).saturating_mul(each);
-        let aligned = |bytes: usize| bytes.next_multiple_of(Requirements::ALIGNMENT);
         let sequences = SCHEDULE_HEADER_BYTES;
         let forward_list = aligned(sequences + size(problem.batch, SEQUENCE_BYTES));
-        let backward_list = aligned(forward_list + size(i64::from(forward_capacity), UNIT_BYTES));
+        let backward_list = aligned(forward_list + size(forward_capacity, UNIT_BYTES));
         Ok(CudaPlan {
             name: name.to_owned(),
             problem: problem.clone(),
@@ -169,10 +228,58 @@ impl CudaPlan {
             chosen,
             packed_log2,
             shape,
-            schedule: ScheduleLayout { sequences, forward_list, backward_list, forward_capacity, bytes: backward_list },
+            schedule: ScheduleLayout {
+                sequences,
+                forward_list,
+                backward_list,
+                forward_capacity: forward_units,
+                backward_capacity: backward_units,
+                bytes: aligned(backward_list + size(i64::from(backward_units), UNIT_BYTES)),
+            },
+            backward,
             mask: mask_params(problem.mask),
             validate,
         })
+    }
+
+    /// Workspace of a backward: flags, then the partial sums of dq, one per query head and row block (with a broadcast
+    /// query per slice of the grid as well).
+    fn backward_layout(name: &str, set: &KernelSet, problem: &Problem, shape: BackwardShape) -> Result<BackwardLayout> {
+        let too_large = || Error::Unsupported {
+            asked: problem.to_string(),
+            lacks: format!("'{name}' has no room for the partial sums of its backward"),
+        };
+        let q_tile = i64::from(shape.q_tile);
+        let multiprocessors = set.gpu().devices().iter().map(|d| i64::from(d.multiprocessors)).max().unwrap_or(1);
+        let (blocks, slices) = match problem.query {
+            Query::Jagged => (problem.total_q / q_tile + problem.batch, 1),
+            Query::Broadcast { q_len } => {
+                ((q_len + q_tile - 1) / q_tile, (multiprocessors + problem.heads_kv - 1) / problem.heads_kv)
+            }
+        };
+        let all =
+            problem.heads_q.checked_mul(blocks).filter(|n| *n <= i64::from(i32::MAX) / 8).ok_or_else(too_large)?;
+        let bytes = |n: i64| usize::try_from(n).map_err(|_| too_large());
+        let control_bytes = bytes(BACKWARD_COUNTERS_BYTES + BACKWARD_FLAG_BYTES * all)?;
+        let chains = matches!(problem.query, Query::Broadcast { .. }) || problem.total_kv > i64::from(shape.keys);
+        let partial_bytes = if chains {
+            bytes(all)?.checked_mul(bytes(slices)? * BACKWARD_BLOCK_BYTES).ok_or_else(too_large)?
+        } else {
+            0
+        };
+        let partial = aligned(control_bytes);
+        Ok(BackwardLayout {
+            blocks: i32::try_from(blocks).map_err(|_| too_large())?,
+            control_bytes,
+            partial: chains.then_some(partial),
+            bytes: aligned(partial + partial_bytes),
+        })
+    }
+
+    /// Most key tiles that any batch within the capacities has; every sequence has one at least.
+    fn most_key_tiles(problem: &Problem, keys: i64) -> i64 {
+        let sequences = if problem.uses_kv_index { problem.kv_batch } else { problem.batch };
+        problem.total_kv / keys + sequences
     }
 
     /// Most units of `rows` query rows that any batch within the capacities has: the sum of `ceil(length / rows)`.
@@ -210,6 +317,7 @@ impl CudaPlan {
             tile.rows = rows;
             tile
         })?;
+        let backward = Self::choose_backward(name, set, device, wanted, problem);
         Ok(Chosen {
             schedule: of_kind("schedule")?,
             validate: of_kind("validate")?,
@@ -222,7 +330,42 @@ impl CudaPlan {
             shape: Shape {
                 forward_rows: constant(info, "unit_rows")? >> packed_log2,
                 forward_kv_tile: constant(info, "kv_tile")?,
+                backward: backward.as_ref().ok().map(|b| b.shape),
             },
+            backward,
+        })
+    }
+
+    fn choose_backward(
+        name: &str,
+        set: &KernelSet,
+        device: usize,
+        wanted: Wanted,
+        problem: &Problem,
+    ) -> Result<ChosenBackward> {
+        if problem.uses_kv_index {
+            return Err(Error::Unsupported {
+                asked: problem.to_string(),
+                lacks: format!("'{name}' lacks a backward with kv_index"),
+            });
+        }
+        let of_kind = |kind| {
+            choose(set, device, Wanted { kind, ..wanted }).map_err(|e| Error::Unsupported {
+                asked: problem.to_string(),
+                lacks: format!("'{name}' lacks a backward: {e}"),
+            })
+        };
+        let (backward, reduce) = (of_kind("backward")?, of_kind("backward_reduce")?);
+        let kernels = set.bundle(device).map_err(|e| e.for_backend(name))?.kernels();
+        let info = &kernels[backward];
+        check_promises(info)?;
+        check_promises(&kernels[reduce])?;
+        let map = |parameter| map_of(info, parameter, |t| t);
+        Ok(ChosenBackward {
+            backward,
+            reduce,
+            maps: [map("q")?, map("k")?, map("v")?, map("o")?, map("d_o")?, map("dq")?, map("dk")?, map("dv")?],
+            shape: BackwardShape { keys: constant(info, "unit_rows")?, q_tile: constant(info, "q_tile")? },
         })
     }
 
@@ -246,6 +389,15 @@ impl CudaPlan {
         let kernel = self.kernels.get(scope, kernel).map_err(|e| self.failed(e))?;
         // SAFETY: forwarded.
         unsafe { kernel.launch(scope, [grid, 1, 1], args) }.map_err(|e| self.failed(e))
+    }
+
+    /// Queues zeroing scratch memory.
+    ///
+    /// # Safety
+    /// The memory is writable for `bytes` bytes.
+    unsafe fn zero(&self, scope: &Scope, data: DataPtr, bytes: usize) -> Result<()> {
+        // SAFETY: forwarded.
+        unsafe { scope.gpu().fill(scope.stream(), data, 0, bytes) }.map_err(|e| self.failed(e))
     }
 
     fn encode(&self, scope: &Scope, map: &JaggedMap, tensor: &'static str, view: &TensorView) -> Result<TensorMap> {
@@ -389,7 +541,11 @@ fn finding_error(f: &Finding) -> Result<()> {
 
 impl BackendPlan for CudaPlan {
     fn requirements(&self) -> Requirements {
-        Requirements { schedule_bytes: self.schedule.bytes, forward_bytes: 0, backward_bytes: 0 }
+        Requirements {
+            schedule_bytes: self.schedule.bytes,
+            forward_bytes: FORWARD_BYTES,
+            backward_bytes: self.backward.as_ref().map_or(0, |b| b.bytes),
+        }
     }
 
     fn describe(&self) -> String {
@@ -425,6 +581,7 @@ impl BackendPlan for CudaPlan {
             Query::Broadcast { q_len } => (i32_of("q_len", q_len, MAX_ROWS)?, self.problem.o_rows()),
         };
         let full = self.mask.left < 0 && self.mask.right < 0;
+        let backward = self.shape.backward.unwrap_or(BackwardShape { keys: 1, q_tile: 1 });
         let params = ScheduleParams {
             q_offsets,
             kv_offsets,
@@ -434,7 +591,7 @@ impl BackendPlan for CudaPlan {
             header: start,
             sequences: start + self.schedule.sequences as u64,
             forward_list: start + self.schedule.forward_list as u64,
-            backward_list: start + self.schedule.backward_list as u64,
+            backward_list: if self.backward.is_ok() { start + self.schedule.backward_list as u64 } else { 0 },
             total_q,
             total_kv: self.problem.total_kv,
             batch: i32_of("batch", layout.batch, MAX_ROWS)?,
@@ -445,9 +602,9 @@ impl BackendPlan for CudaPlan {
             forward_rows: self.shape.forward_rows,
             forward_kv_tile: self.shape.forward_kv_tile,
             forward_capacity: self.schedule.forward_capacity,
-            backward_rows: 1,
-            backward_q_tile: 1,
-            backward_capacity: 0,
+            backward_rows: backward.keys,
+            backward_q_tile: backward.q_tile,
+            backward_capacity: self.schedule.backward_capacity,
             merge_shared_kv: i32::from(full && self.problem.uses_kv_index && broadcast_q_len < 0),
             mask: self.mask,
             reserved: 0,
@@ -487,7 +644,7 @@ impl BackendPlan for CudaPlan {
             header: start,
             sequences: start + self.schedule.sequences as u64,
             units: start + self.schedule.forward_list as u64,
-            counter: 0,
+            counter: address(call.workspace.data),
             lse: address(args.lse.data),
             lse_head_stride: args.lse.head_stride,
             scale_log2: if has_prescale { std::f32::consts::LOG2_E } else { scale * std::f32::consts::LOG2_E },
@@ -502,10 +659,116 @@ impl BackendPlan for CudaPlan {
         let args =
             [KernelArg::new(&q), KernelArg::new(&k), KernelArg::new(&v), KernelArg::new(&o), KernelArg::new(&params)];
         // SAFETY: the caller's promise covers every tensor; the schedule bounds what the kernel follows.
-        unsafe { self.launch(&scope, chosen.forward, scope.device_info().multiprocessors, &args) }
+        unsafe {
+            self.zero(&scope, call.workspace.data, FORWARD_BYTES)?;
+            self.launch(&scope, chosen.forward, scope.device_info().multiprocessors, &args)
+        }
     }
 
-    unsafe fn backward(&self, _: &Call, _: &BackwardArgs) -> Result<()> {
-        Err(Error::Unsupported { asked: self.problem.to_string(), lacks: format!("'{}' lacks a backward", self.name) })
+    unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {
+        let (scope, chosen) = self.enter(call.stream)?;
+        let (kernels, workspace) = match (&chosen.backward, &self.backward) {
+            (Ok(kernels), Ok(workspace)) => (kernels, *workspace),
+            (Err(e), _) | (Ok(_), Err(e)) => return Err(e.clone()),
+        };
+        let layout = call.layout;
+        let broadcast = match self.problem.query {
+            Query::Jagged => 0,
+            Query::Broadcast { q_len } => i32_of("q_len", q_len, MAX_ROWS)?,
+        };
+        if self.problem.zero_unused_rows {
+            // A broadcast query has no unused rows: its dq is written whole.
+            if broadcast == 0 {
+                let sequences = self.query_sequences(layout);
+                // SAFETY: the caller's promise.
+                unsafe { self.zero_rows(&scope, chosen, &sequences, args.dq.rows, [Some(&args.dq), None], None)? };
+            }
+            let (offsets, offsets_are_64bit) = offsets_of(Some(layout.kv_offsets));
+            let lengths = address_or_null(layout.kv_lengths);
+            let keys = ZeroSequences { offsets, offsets_are_64bit, lengths, count: layout.kv_batch, fixed_length: 0 };
+            // SAFETY: the caller's promise.
+            unsafe {
+                self.zero_rows(&scope, chosen, &keys, args.dk.rows, [Some(&args.dk), Some(&args.dv)], None)?;
+            }
+        }
+        if layout.batch == 0 {
+            return Ok(());
+        }
+        let views = [
+            ("q", &args.q),
+            ("k", &args.k),
+            ("v", &args.v),
+            ("o", &args.o),
+            ("d_o", &args.d_o),
+            ("dq", &args.dq),
+            ("dk", &args.dk),
+            ("dv", &args.dv),
+        ];
+        // Sides without any row have nothing to describe, and nothing of them is touched: the other side's map serves.
+        let some = if args.q.rows > 0 { &args.dq } else { &args.dk };
+        let mut maps = [TensorMap::UNUSED; 8];
+        for ((map, (name, view)), out) in kernels.maps.iter().zip(views).zip(&mut maps) {
+            *out = self.encode(&scope, map, name, if view.rows > 0 { view } else { some })?;
+        }
+        #[expect(clippy::cast_possible_wrap, reason = "2 or 4")]
+        let size = self.problem.dtype.size() as i64;
+        let start = address(call.schedule.data);
+        let scratch = address(call.workspace.data);
+        let ctas = scope.device_info().multiprocessors;
+        let scale = self.problem.scale;
+        let params = BackwardParams {
+            header: start,
+            sequences: start + self.schedule.sequences as u64,
+            units: start + self.schedule.backward_list as u64,
+            lse: address(args.lse.data),
+            control: scratch,
+            partial: workspace.partial.map_or(0, |p| scratch + p as u64),
+            dq: address(args.dq.data),
+            dk: address(args.dk.data),
+            dv: address(args.dv.data),
+            lse_head_stride: args.lse.head_stride,
+            dq_row_bytes: args.dq.row_stride * size,
+            dq_head_bytes: args.dq.head_stride * size,
+            dk_row_bytes: args.dk.row_stride * size,
+            dk_head_bytes: args.dk.head_stride * size,
+            dv_row_bytes: args.dv.row_stride * size,
+            dv_head_bytes: args.dv.head_stride * size,
+            scale,
+            scale_log2: scale * std::f32::consts::LOG2_E,
+            heads_kv: i32_of("heads_kv", self.problem.heads_kv, i64::from(i32::MAX))?,
+            group: i32_of("heads_q", self.problem.group(), i64::from(i32::MAX))?,
+            blocks: workspace.blocks,
+            broadcast,
+            vectors_qk: i32_of("head_dim", self.problem.head_dim * size / 16, 64)?,
+            vectors_v: i32_of("head_dim_v", self.problem.head_dim_v * size / 16, 64)?,
+            mask: self.mask,
+            o_rows: i32_of("o.rows", args.o.rows, MAX_ROWS)?,
+            kv_rows: i32_of("k.rows", args.k.rows, MAX_ROWS)?,
+            ctas: ctas.cast_signed(),
+        };
+        let [q, k, v, o, d_o, dq, dk, dv] = &maps;
+        let list = [
+            KernelArg::new(q),
+            KernelArg::new(k),
+            KernelArg::new(v),
+            KernelArg::new(o),
+            KernelArg::new(d_o),
+            KernelArg::new(dq),
+            KernelArg::new(dk),
+            KernelArg::new(dv),
+            KernelArg::new(&params),
+        ];
+        // SAFETY: the caller's promise covers every tensor and the workspace; the schedule bounds what the kernels follow.
+        unsafe {
+            self.zero(&scope, call.workspace.data, workspace.control_bytes)?;
+            self.launch(&scope, kernels.backward, ctas, &list)?;
+            if broadcast > 0 {
+                let blocks = self.problem.heads_q.unsigned_abs() * u64::from(workspace.blocks.unsigned_abs());
+                let grid = u32::try_from(blocks * u64::from(REDUCE_BLOCKS))
+                    .map_err(|_| Error::Internal(format!("{blocks} row blocks")))?;
+                self.launch(&scope, kernels.reduce, grid, &[KernelArg::new(&params)])?;
+            }
+        }
+        Ok(())
     }
 }

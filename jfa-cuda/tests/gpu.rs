@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use jfa_core::layout::{Offsets, offsets_from_lengths};
 use jfa_core::memory::{DeviceBuffer, DeviceMemory};
 use jfa_core::oracle::{self, Elements, ErrorMeter, Oracle};
-use jfa_core::{Alignment, Buffer, Call, DType, ForwardArgs, Layout, LseView, Mask, Plan, Problem, Stream, TensorView};
+use jfa_core::{Alignment, Call, DType, ForwardArgs, Layout, LseView, Mask, Plan, Problem, Stream, TensorView};
 use jfa_cuda::{BUNDLES, CudaBackend};
 use jfa_driver::cuda::{CudaGpu, CudaMemory};
 use jfa_driver::{DriverError, Gpu};
@@ -68,6 +68,7 @@ struct Case {
     o: DeviceBuffer,
     lse: DeviceBuffer,
     schedule: DeviceBuffer,
+    workspace: DeviceBuffer,
     q_offsets: DeviceBuffer,
     kv_offsets: DeviceBuffer,
 }
@@ -94,6 +95,7 @@ impl Case {
             o: poison(p.o_rows() * p.heads_q * p.head_dim_v * 2),
             lse: poison(p.o_rows() * p.heads_q * 4),
             schedule: poison(i64::try_from(plan.requirements().schedule_bytes).unwrap()),
+            workspace: poison(i64::try_from(plan.requirements().forward_bytes).unwrap()),
             q_offsets: offsets(p.batch),
             kv_offsets: offsets(p.kv_batch),
             problem: p.clone(),
@@ -135,7 +137,12 @@ impl Case {
     fn queue(&self, batch: i64) -> jfa_core::Result<()> {
         let layout = self.layout(batch);
         let stream = self.memory.stream();
-        let call = Call { layout: &layout, schedule: self.schedule.as_buffer(), workspace: Buffer::EMPTY, stream };
+        let call = Call {
+            layout: &layout,
+            schedule: self.schedule.as_buffer(),
+            workspace: self.workspace.as_buffer(),
+            stream,
+        };
         // SAFETY: every buffer is as large as the plan and the problem say, and outlives the stream's work.
         unsafe {
             self.plan.build_schedule(&layout, self.schedule.as_buffer(), stream)?;
@@ -361,7 +368,8 @@ fn unused_rows_become_zero() {
     let mut layout = case.layout(4);
     layout.q_lengths = Some(counts_on_device.data());
     let stream = case.memory.stream();
-    let call = Call { layout: &layout, schedule: case.schedule.as_buffer(), workspace: Buffer::EMPTY, stream };
+    let call =
+        Call { layout: &layout, schedule: case.schedule.as_buffer(), workspace: case.workspace.as_buffer(), stream };
     // SAFETY: every buffer is as large as the plan and the problem say, and outlives the stream's work.
     unsafe {
         case.plan.build_schedule(&layout, case.schedule.as_buffer(), stream).unwrap();
@@ -392,7 +400,8 @@ fn a_call_costs_the_host_little() {
     case.memory.synchronize().unwrap();
     let layout = case.layout(4);
     let stream = case.memory.stream();
-    let call = Call { layout: &layout, schedule: case.schedule.as_buffer(), workspace: Buffer::EMPTY, stream };
+    let call =
+        Call { layout: &layout, schedule: case.schedule.as_buffer(), workspace: case.workspace.as_buffer(), stream };
     let args = case.args();
     let per_call = |work: &dyn Fn()| {
         let mut best = f64::INFINITY;

@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex};
 use jfa_core::layout::Offsets;
 use jfa_core::memory::DeviceMemory;
 use jfa_core::{
-    Alignment, Buffer, Call, DType, DataPtr, Error, ForwardArgs, Layout, LseView, Mask, Plan, Problem, Stream,
-    TensorView,
+    Alignment, BackwardArgs, Buffer, Call, DType, DataPtr, Error, ForwardArgs, Layout, LseView, Mask, Plan, Problem,
+    Stream, TensorView,
 };
-use jfa_cuda::params::{Finding, ForwardParams, ScheduleParams, ValidateParams, ZeroParams};
+use jfa_cuda::params::{BackwardParams, Finding, ForwardParams, ScheduleParams, ValidateParams, ZeroParams};
 use jfa_cuda::{BUNDLES, CudaBackend};
 use jfa_driver::gpu::Entered;
 use jfa_driver::{
@@ -19,7 +19,7 @@ use jfa_driver::{
 };
 
 /// A launch, as recorded.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 struct Launched {
     kernel: String,
     shape: LaunchShape,
@@ -46,6 +46,7 @@ struct Recorder {
     devices: Vec<DeviceInfo>,
     kernels: Mutex<Vec<String>>,
     launches: Mutex<Vec<Launched>>,
+    fills: Mutex<Vec<(usize, u8, usize)>>,
     maps: Mutex<Vec<TensorMapSpec>>,
     finding: Mutex<Option<Finding>>,
     capturing: AtomicBool,
@@ -123,7 +124,8 @@ impl Gpu for Recorder {
         });
         Ok(())
     }
-    unsafe fn fill(&self, _: Stream, _: DataPtr, _: u8, _: usize) -> Result<()> {
+    unsafe fn fill(&self, _: Stream, to: DataPtr, value: u8, bytes: usize) -> Result<()> {
+        self.fills.lock().unwrap().push((to.addr(), value, bytes));
         Ok(())
     }
     unsafe fn copy_to_host(&self, _: Stream, to: &mut [u8], _: DataPtr) -> Result<()> {
@@ -159,6 +161,10 @@ fn plan_on(gpu: &Arc<Recorder>, problem: &Problem, validate: bool) -> jfa_core::
     Plan::new(Arc::new(backend), problem)
 }
 
+fn workspace() -> Buffer {
+    Buffer { data: at(0x6000_0000), bytes: 1 << 30 }
+}
+
 fn schedule_buffer(plan: &Plan) -> Buffer {
     Buffer { data: at(0x7000_0000), bytes: plan.requirements().schedule_bytes }
 }
@@ -187,7 +193,7 @@ fn forward_args(problem: &Problem, kv_rows: i64) -> ForwardArgs {
 
 fn run(gpu: &Recorder, plan: &Plan, layout: &Layout, args: &ForwardArgs) -> Vec<Launched> {
     let schedule = schedule_buffer(plan);
-    let call = Call { layout, schedule, workspace: Buffer::EMPTY, stream: Stream::DEFAULT };
+    let call = Call { layout, schedule, workspace: workspace(), stream: Stream::DEFAULT };
     // SAFETY: the recorder follows no address.
     unsafe {
         plan.build_schedule(layout, schedule, Stream::DEFAULT).unwrap();
@@ -227,6 +233,9 @@ fn self_attention() {
     let p: ForwardParams = f.params();
     assert_eq!((p.header, p.sequences, p.units), (0x7000_0000, 0x7000_0100, 0x7000_0100 + 1152 * 32));
     assert_eq!((p.lse, p.lse_head_stride, p.o_rows), (0x5000_0000, 147_000, 147_000));
+    assert_eq!(p.counter, 0x6000_0000);
+    assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, 256)], "the counter starts at zero");
+    assert_eq!(plan.requirements().forward_bytes, 256);
     assert_eq!((p.heads, p.group, p.packed_log2, p.has_prescale), (4, 1, 0, 0));
     assert!((f64::from(p.scale_log2) - std::f64::consts::LOG2_E / 128f64.sqrt()).abs() < 1e-7);
     assert!((p.prescale - 1.0).abs() < f32::EPSILON);
@@ -496,6 +505,156 @@ fn validation_waits_and_names_the_first_bad_entry() {
     build().unwrap();
     assert_eq!(gpu.take().len(), 1);
     assert_eq!(gpu.waits.load(Ordering::SeqCst), waits);
+}
+
+/// Arguments of a backward over whole buffers.
+fn backward_args(problem: &Problem, kv_rows: i64) -> BackwardArgs {
+    let p = problem;
+    let f = forward_args(p, kv_rows);
+    let moved = |view: TensorView, to: usize| TensorView {
+        data: if view.rows > 0 { at(view.data.addr() + to) } else { DataPtr::NULL },
+        ..view
+    };
+    BackwardArgs {
+        q: f.q,
+        k: f.k,
+        v: f.v,
+        bias: DataPtr::NULL,
+        o: f.o,
+        lse: f.lse,
+        d_o: moved(f.o, 0x800_0000),
+        dq: moved(f.q, 0x800_0000),
+        dk: moved(f.k, 0x800_0000),
+        dv: moved(f.v, 0x800_0000),
+        dbias: DataPtr::NULL,
+    }
+}
+
+fn run_backward(gpu: &Recorder, plan: &Plan, layout: &Layout, args: &BackwardArgs) -> jfa_core::Result<Vec<Launched>> {
+    let call = Call { layout, schedule: schedule_buffer(plan), workspace: workspace(), stream: Stream::DEFAULT };
+    // SAFETY: the recorder follows no address.
+    unsafe { plan.backward(&call, args) }?;
+    Ok(gpu.take())
+}
+
+#[test]
+fn backward_launches_workspace_and_schedule() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    for (dim, q_tile) in [(128, 64i64), (64, 128)] {
+        let problem = Problem::builder(DType::BF16, 4, dim).heads_kv(2).capacity(100, 9000, 8000).build().unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let layout = Layout::jagged(90, offsets(0x100), offsets(0x200));
+        run(&gpu, &plan, &layout, &forward_args(&problem, 8000));
+        // SAFETY: the recorder follows no address.
+        unsafe { plan.build_schedule(&layout, schedule_buffer(&plan), Stream::DEFAULT) }.unwrap();
+        let s: ScheduleParams = gpu.take()[0].params();
+        assert_eq!((s.backward_rows, i64::from(s.backward_q_tile)), (128, q_tile));
+        assert_eq!(s.backward_capacity, 8000 / 128 + 100);
+        assert!(s.backward_list >= s.forward_list + 8 * s.forward_capacity as u64);
+        let end = s.backward_list + 8 * s.backward_capacity as u64;
+        assert!(end <= 0x7000_0000 + plan.requirements().schedule_bytes as u64);
+
+        gpu.fills.lock().unwrap().clear();
+        let args = backward_args(&problem, 8000);
+        let launches = run_backward(&gpu, &plan, &layout, &args).unwrap();
+        assert_eq!(launches.len(), 1);
+        let l = &launches[0];
+        assert_eq!(l.kernel, format!("backward_{dim}_bf16"));
+        assert_eq!((l.shape.grid, l.shape.threads), ([132, 1, 1], 384));
+        let names: Vec<_> = (0..8).map(|i| gpu.map(l, i).tensor).collect();
+        assert_eq!(names, ["q", "k", "v", "o", "d_o", "dq", "dk", "dv"]);
+        let addresses: Vec<_> = (0..8).map(|i| gpu.map(l, i).address >> 24).collect();
+        assert_eq!(addresses, [0x10, 0x20, 0x30, 0x40, 0x48, 0x18, 0x28, 0x38]);
+        assert_eq!((gpu.map(l, 4).box_dims[1], gpu.map(l, 5).box_dims[1]), (64, 16));
+
+        let p: BackwardParams = l.params();
+        let blocks = 9000 / q_tile + 100;
+        assert_eq!((i64::from(p.blocks), p.broadcast, p.heads_kv, p.group, p.ctas), (blocks, 0, 2, 2, 132));
+        assert_eq!((p.control, p.units), (0x6000_0000, s.backward_list));
+        let control = usize::try_from(128 + 4 * 4 * blocks).unwrap();
+        assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, control)], "flags start at zero");
+        assert_eq!(p.partial, 0x6000_0000 + control.next_multiple_of(256) as u64);
+        let needed = p.partial - 0x6000_0000 + 4 * blocks.unsigned_abs() * 32_768;
+        assert_eq!(plan.requirements().backward_bytes as u64, needed);
+        assert_eq!((p.dq, p.dk, p.dv), (0x1800_0000, 0x2800_0000, 0x3800_0000));
+        assert_eq!((p.dq_row_bytes, p.dq_head_bytes), (8 * dim, 2 * dim));
+        assert_eq!((p.dk_row_bytes, p.dv_head_bytes), (4 * dim, 2 * dim));
+        assert_eq!((i64::from(p.vectors_qk), p.vectors_v), (dim / 8, p.vectors_qk));
+        assert_eq!((p.o_rows, p.kv_rows), (9000, 8000));
+        assert!((f64::from(p.scale) - 1.0 / (dim as f64).sqrt()).abs() < 1e-7);
+    }
+}
+
+#[test]
+fn backward_of_short_keys_broadcast_queries_and_empty_sides() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    // No chain is possible over at most 128 keys: no partial sums.
+    let problem = Problem::builder(DType::F16, 2, 128).capacity(100, 9000, 128).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let layout = Layout::jagged(100, offsets(0x100), offsets(0x200));
+    let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 128)).unwrap();
+    assert_eq!(launches[0].params::<BackwardParams>().partial, 0);
+    assert_eq!(plan.requirements().backward_bytes, usize::next_multiple_of(128 + 4 * 2 * (9000 / 64 + 100), 256));
+
+    // A broadcast query: a sum per block of the grid, added up by a second kernel.
+    let problem = Problem::builder(DType::F16, 4, 128).capacity(100, 0, 8000).broadcast_query(100).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let layout = Layout::broadcast(100, offsets(0x200));
+    let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 8000)).unwrap();
+    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    assert_eq!(names, ["backward_128_f16", "backward_reduce_128_f16"]);
+    let p: BackwardParams = launches[1].params();
+    assert_eq!((p.blocks, p.broadcast), (2, 100));
+    assert_eq!((launches[1].shape.grid, launches[1].shape.threads), ([4 * 2 * 8, 1, 1], 256));
+    // 132 blocks over 4 heads are 33 slices.
+    assert_eq!(plan.requirements().backward_bytes, 256 + 4 * 2 * 33 * 32_768);
+
+    // No key rows: dq must become zero all the same; no query rows: dk and dv.
+    let problem = Problem::builder(DType::F16, 2, 128).capacity(100, 9000, 0).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let layout = Layout::jagged(100, offsets(0x100), offsets(0x200));
+    let l = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 0)).unwrap().remove(0);
+    let names: Vec<_> = (0..8).map(|i| gpu.map(&l, i).dims[2]).collect();
+    assert!(names.iter().all(|rows| *rows == 9001), "{names:?}");
+    let problem = Problem::builder(DType::F16, 2, 128).capacity(100, 0, 9000).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let mut args = backward_args(&problem, 9000);
+    for view in [&mut args.q, &mut args.o, &mut args.d_o, &mut args.dq] {
+        view.data = DataPtr::NULL;
+    }
+    let l = run_backward(&gpu, &plan, &layout, &args).unwrap().remove(0);
+    assert!((0..8).all(|i| gpu.map(&l, i).dims[2] == 9001));
+}
+
+#[test]
+fn backward_zeroes_unused_rows_of_both_sides() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem =
+        Problem::builder(DType::BF16, 2, 128).capacity(10, 1000, 2000).zero_unused_rows(true).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+    let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 2000)).unwrap();
+    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    assert_eq!(names, ["zero_rows", "zero_rows", "backward_128_bf16"]);
+    let (q, kv): (ZeroParams, ZeroParams) = (launches[0].params(), launches[1].params());
+    assert_eq!((q.offsets, q.rows, q.tensors[0].data, q.tensors[1].data, q.lse), (0x100, 1000, 0x1800_0000, 0, 0));
+    assert_eq!((kv.offsets, kv.rows, kv.tensors[0].data, kv.tensors[1].data), (0x200, 2000, 0x2800_0000, 0x3800_0000));
+}
+
+#[test]
+fn what_lacks_a_backward_keeps_its_forward() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem =
+        Problem::builder(DType::BF16, 128, 128).capacity(1_000_000, 2_000_000_000, 2_000_000_000).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    assert_eq!(plan.requirements().backward_bytes, 0);
+    let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+    let e = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 100)).unwrap_err();
+    assert!(matches!(e, Error::Unsupported { .. }), "{e}");
+    assert!(e.to_string().contains("partial sums"), "{e}");
+    // SAFETY: the recorder follows no address.
+    unsafe { plan.build_schedule(&layout, schedule_buffer(&plan), Stream::DEFAULT) }.unwrap();
+    assert_eq!(gpu.take()[0].params::<ScheduleParams>().backward_list, 0);
 }
 
 #[test]
