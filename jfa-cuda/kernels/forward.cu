@@ -52,7 +52,7 @@ constexpr int box_bytes = 64 * 128;                        // what one TMA load 
 constexpr int o_chunk_bytes = 16 * 128;
 
 // One consumer's part of a unit, written by the producer beside the queries.
-struct Block {
+struct alignas(16) Block {
     int o_row;       // first row in o and lse
     int rows;        // rows that exist; 0: nothing to do but walk along the ring; -1: no more work
     int first;       // row within the sequence
@@ -138,12 +138,11 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
             const int first = unit.first + slice * rows_per_block;
             const int rows = max(0, min(rows_per_block, s.q_len - first));
             ptx::mbarrier_wait(&shared.q_empty[c][stage], ((use / q_stages) & 1) ^ 1);
-            Block& block = shared.block[c][stage];
+            Block block = {};
             block.rows = rows;
             block.tiles = tiles;
             block.tile0 = tile0;
             block.places = places;
-            block.begin = block.end = 0;
             if (rows > 0) {
                 const int own_lo = first_key(p.mask, first, shift), own_hi = end_key(p.mask, first + rows - 1, shift, s.kv_len);
                 if (own_hi > own_lo) {
@@ -162,6 +161,7 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
                 block.kv_len = s.kv_len;
                 block.head = q_head;
             }
+            shared.block[c][stage] = block;
             if (block.end > block.begin) {
                 ptx::mbarrier_arrive_expect_tx(&shared.q_full[c][stage], q_bytes);
                 for (int x = 0; x < chunks; ++x)
@@ -176,13 +176,14 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
         next_item = after_item, next_unit = unit_of(after_item);
     }
     ptx::mbarrier_wait(&shared.job_empty[use % jobs], ((use / jobs) & 1) ^ 1);
-    shared.job[use % jobs].tiles = -1;
+    shared.job[use % jobs] = {0, -1, 0, 0, 0, 0};
     ptx::mbarrier_arrive(&shared.job_full[use % jobs]);
     const int stage = use % q_stages;
     for (int c = 0; c < consumers; ++c) {
         ptx::mbarrier_wait(&shared.q_empty[c][stage], ((use / q_stages) & 1) ^ 1);
-        shared.block[c][stage].rows = -1;
-        shared.block[c][stage].begin = shared.block[c][stage].end = 0;
+        Block end = {};
+        end.rows = -1;
+        shared.block[c][stage] = end;
         ptx::mbarrier_arrive(&shared.q_full[c][stage]);
     }
 }
@@ -523,8 +524,8 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         for (; j + 1 < b.end; ++j) {
             const uint32_t keys = base + 2 * j + 1, values = keys + 1;  // key_place(j + 1), value_place(j)
             wait_slot(keys);
-            wait_slot(values);
             scores(use, keys);
+            wait_slot(values);
             accumulate(values, false, false, j == b.begin);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(s);
@@ -536,23 +537,21 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         }
         release_q(use);
         const uint32_t values = base + (b.places == 1 ? 0 : value_place(j, b.tiles));
-        const bool half = b.half;
         wait_slot(values);
+        accumulate(values, b.half, b.places == 1, j == b.begin);
 
         // The next block's first product goes to the tensor cores before this block's epilogue; where slots or idle units must
-        // be walked over first, this block is finished before. (Both products of a path stand in one straight line: otherwise
-        // the assembler serializes them.)
+        // be walked over first, this block is finished before.
         Block next = b;
         const bool trailing = b.end < b.tiles;
         if (early && !trailing) {
             next = fetch(++use);
             base += b.places;
         }
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_hold(o);
+        release_slot(values);
         if (!early || trailing || next.begin == next.end || next.begin > 0) {
-            accumulate(values, half, b.places == 1, j == b.begin);
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_hold(o);
-            release_slot(values);
             store_output(b);
             if (!early || trailing) {
                 walk(base, b, b.end, b.tiles);
@@ -566,11 +565,7 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
             scores(use, base + key_place(next.begin));
         } else {
             wait_slot(base + key_place(0));
-            accumulate(values, half, b.places == 1, j == b.begin);
             scores(use, base + key_place(0));
-            ptx::wgmma_wait<1>();
-            ptx::wgmma_hold(o);
-            release_slot(values);
             store_output(b);
         }
         ptx::wgmma_wait<0>();

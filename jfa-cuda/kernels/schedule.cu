@@ -1,9 +1,9 @@
 // The device schedule: offsets -> sequences and unit lists, longest work first. One cluster, no host copy, O(units).
 //
-//   launch      one cluster of 8 CTAs of 1,024 threads; sequence b belongs to CTA b % 8
+//   launch      one cluster of 8 CTAs of 1,024 threads; sequence b belongs to warp b % 256
 //   count       each thread walks its sequences and counts units per bin of work (local histogram)
-//   scan        every CTA reads all eight histograms through distributed shared memory and derives its own bin bases
-//   scatter     the same walk writes each unit at its place; units of one sequence stay neighbours within a bin
+//   scan        every CTA reads all eight histograms (two lists) through distributed shared memory and derives its own bin bases
+//   scatter     a lane takes a place for its sequence's units, its warp writes them; they stay neighbours
 //   output      header, sequences[batch], forward and backward lists (params.h)
 //   safety      every offset, length and index is clamped into the buffers: bad input can give wrong numbers, never a fault
 #include "params.h"
@@ -120,89 +120,110 @@ __device__ void backward_units(const JfaScheduleParams& p, const JfaSequence& s,
     visit(bin_of(max(backward_work(p, s, 0), backward_work(p, s, units / 2 * p.backward_rows))), units);
 }
 
+enum : int { forward_list, backward_list, lists };
+
 struct SharedMemory {
-    int histogram[bins];
-    int cursor[bins];
-    int warp_sum[32];
-    int total;
+    int histogram[lists][bins];
+    int cursor[lists][bins];
+    int warp_sum[lists][32];
 };
 
-// Turns the cluster's histograms into this CTA's place of each bin; returns the number of units of the whole cluster.
-__device__ int place_bins(SharedMemory& shared, int rank, int size) {
-    ptx::cluster_sync();
+// Turns the cluster's histograms into this CTA's place of each bin; returns the number of units of each list.
+__device__ int2 place_bins(SharedMemory& shared, int rank, int size) {
     const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-    int before = 0, sum = 0;
+    int before[lists] = {}, sum[lists] = {}, scan[lists];
     for (int r = 0; r < size; ++r) {
-        const int n = ptx::load_cluster_i32(ptx::map_to_rank(&shared.histogram[t], r));
-        before += r < rank ? n : 0;
-        sum += n;
+#pragma unroll
+        for (int l = 0; l < lists; ++l) {
+            const int n = ptx::load_cluster_i32(ptx::map_to_rank(&shared.histogram[l][t], r));
+            before[l] += r < rank ? n : 0;
+            sum[l] += n;
+        }
     }
-    int scan = sum;
-    for (int d = 1; d < 32; d *= 2) {
-        const int n = __shfl_up_sync(~0u, scan, d);
-        scan += lane >= d ? n : 0;
+    ptx::cluster_arrive();  // a CTA may leave when nobody reads its histogram any more: waited for at the end of the kernel
+#pragma unroll
+    for (int l = 0; l < lists; ++l) {
+        scan[l] = sum[l];
+        for (int d = 1; d < 32; d *= 2) {
+            const int n = __shfl_up_sync(~0u, scan[l], d);
+            scan[l] += lane >= d ? n : 0;
+        }
+        if (lane == 31) shared.warp_sum[l][warp] = scan[l];
     }
-    if (lane == 31) shared.warp_sum[warp] = scan;
     __syncthreads();
-    if (warp == 0) {
-        int w = shared.warp_sum[lane];
+    if (warp < lists) {
+        int w = shared.warp_sum[warp][lane];
         for (int d = 1; d < 32; d *= 2) {
             const int n = __shfl_up_sync(~0u, w, d);
             w += lane >= d ? n : 0;
         }
-        if (lane == 31) shared.total = w;
-        shared.warp_sum[lane] = w;
+        shared.warp_sum[warp][lane] = w;
     }
     __syncthreads();
-    shared.cursor[t] = scan - sum + (warp ? shared.warp_sum[warp - 1] : 0) + before;
-    ptx::cluster_sync();  // nobody still reads a histogram that will be reused
-    return shared.total;
+#pragma unroll
+    for (int l = 0; l < lists; ++l) shared.cursor[l][t] = scan[l] - sum[l] + (warp ? shared.warp_sum[l][warp - 1] : 0) + before[l];
+    __syncthreads();
+    return {shared.warp_sum[forward_list][31], shared.warp_sum[backward_list][31]};
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __grid_constant__ JfaScheduleParams p) {
     __shared__ SharedMemory shared;
-    const int rank = ptx::cluster_rank(), size = ptx::cluster_size();
-    const int first = threadIdx.x * size + rank, step = threads * size;
+    const int rank = ptx::cluster_rank(), size = ptx::cluster_size(), lane = threadIdx.x % 32;
+    // Few sequences are spread over many warps: each warp writes the units of its sequences together.
+    const int warps = size * (threads / 32), warp = threadIdx.x / 32 * size + rank, round = warps * 32;
+    const auto sequence_at = [&](int r) { return static_cast<long long>(r) * round + static_cast<long long>(lane) * warps + warp; };
 
-    // Forward list.
-    shared.histogram[threadIdx.x] = 0;
+    // Count.
+    for (int l = 0; l < lists; ++l) shared.histogram[l][threadIdx.x] = 0;
     __syncthreads();
-    for (int b = first; b < p.batch; b += step) {
-        const JfaSequence s = resolve(p, b);
-        p.sequences[b] = s;
-        forward_units(p, s, [&](int bin, int units) { atomicAdd(&shared.histogram[bin], units); });
+    JfaSequence mine = {};
+    const int rounds = (p.batch + round - 1) / round;
+    for (int r = 0; r < rounds; ++r) {
+        const long long b = sequence_at(r);
+        if (b >= p.batch) break;
+        mine = resolve(p, static_cast<int>(b));
+        p.sequences[b] = mine;
+        forward_units(p, mine, [&](int bin, int units) { atomicAdd(&shared.histogram[forward_list][bin], units); });
+        if (p.backward_list) backward_units(p, mine, [&](int bin, int units) { atomicAdd(&shared.histogram[backward_list][bin], units); });
     }
-    __syncthreads();
-    const int total = place_bins(shared, rank, size);
-    for (int b = first; b < p.batch; b += step) {
-        const JfaSequence s = p.sequences[b];
-        forward_units(p, s, [&](int bin, int units) {
-            const int place = atomicAdd(&shared.cursor[bin], units);
-            for (int u = 0; u < units && place + u < p.forward_capacity; ++u) {
-                const int unit = p.mask.right >= 0 ? units - 1 - u : u;  // heaviest first: a diagonal leaves the last rows the most keys
-                p.forward_list[place + u] = {b, unit * p.forward_rows};
-            }
-        });
-    }
-    if (rank == 0 && threadIdx.x == 0) p.header->forward_units = min(total, p.forward_capacity);
+    ptx::cluster_sync();
+    const int2 totals = place_bins(shared, rank, size);
 
-    // Backward list.
-    if (!p.backward_list) return;
-    shared.histogram[threadIdx.x] = 0;
-    __syncthreads();
-    for (int b = first; b < p.batch; b += step)
-        backward_units(p, p.sequences[b], [&](int bin, int units) { atomicAdd(&shared.histogram[bin], units); });
-    __syncthreads();
-    const int backward_total = place_bins(shared, rank, size);
-    for (int b = first; b < p.batch; b += step) {
-        backward_units(p, p.sequences[b], [&](int bin, int units) {
-            const int place = atomicAdd(&shared.cursor[bin], units);
-            for (int u = 0; u < units && place + u < p.backward_capacity; ++u) p.backward_list[place + u] = {b, u * p.backward_rows};
-        });
+    // Scatter: a lane takes the place of its sequence's units, the warp writes them.
+    const auto write = [&](JfaUnit* out, int capacity, int rows, bool reversed, int sequence, int place, int units) {
+        for (unsigned some = __ballot_sync(~0u, units > 0); some; some &= some - 1) {
+            const int from = __ffs(some) - 1;
+            const int n = __shfl_sync(~0u, units, from), at = __shfl_sync(~0u, place, from), b = __shfl_sync(~0u, sequence, from);
+            for (int u = lane; u < n && at + u < capacity; u += 32) out[at + u] = {b, (reversed ? n - 1 - u : u) * rows};
+        }
+    };
+    for (int r = 0; r < rounds; ++r) {
+        const long long b = sequence_at(r);
+        const bool is = b < p.batch;
+        if (is && rounds > 1) mine = p.sequences[b];
+        int place = 0, count = 0;
+        const auto take = [&](int list) {
+            return [&, list](int bin, int units) {
+                place = atomicAdd(&shared.cursor[list][bin], units);
+                count = units;
+            };
+        };
+        if (is) forward_units(p, mine, take(forward_list));
+        // Heaviest first: a diagonal leaves the last rows the most keys.
+        write(p.forward_list, p.forward_capacity, p.forward_rows, p.mask.right >= 0, static_cast<int>(b), place, count);
+        if (p.backward_list) {
+            count = 0;
+            if (is) backward_units(p, mine, take(backward_list));
+            write(p.backward_list, p.backward_capacity, p.backward_rows, false, static_cast<int>(b), place, count);
+        }
     }
-    if (rank == 0 && threadIdx.x == 0) p.header->backward_units = min(backward_total, p.backward_capacity);
+    if (rank == 0 && threadIdx.x == 0) {
+        p.header->forward_units = min(totals.x, p.forward_capacity);
+        p.header->backward_units = min(totals.y, p.backward_capacity);
+    }
+    ptx::cluster_wait();
 }
 
 }  // namespace jfa
