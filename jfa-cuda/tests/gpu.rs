@@ -8,8 +8,10 @@ use std::time::Instant;
 use half::{bf16, f16};
 use jfa_core::layout::{Offsets, offsets_from_lengths};
 use jfa_core::memory::{DeviceBuffer, DeviceMemory};
-use jfa_core::oracle::{self, Elements, ErrorMeter, Oracle};
-use jfa_core::{Alignment, Call, DType, ForwardArgs, Layout, LseView, Mask, Plan, Problem, Stream, TensorView};
+use jfa_core::oracle::{self, Elements, ErrorMeter, Given, Oracle};
+use jfa_core::{
+    Alignment, BackwardArgs, Call, DType, ForwardArgs, Layout, LseView, Mask, Plan, Problem, Stream, TensorView,
+};
 use jfa_cuda::{BUNDLES, CudaBackend};
 use jfa_driver::cuda::{CudaGpu, CudaMemory};
 use jfa_driver::{DriverError, Gpu};
@@ -71,6 +73,11 @@ struct Case {
     workspace: DeviceBuffer,
     q_offsets: DeviceBuffer,
     kv_offsets: DeviceBuffer,
+    d_o: (Vec<u8>, DeviceBuffer),
+    dq: DeviceBuffer,
+    dk: DeviceBuffer,
+    dv: DeviceBuffer,
+    backward_workspace: DeviceBuffer,
 }
 
 impl Case {
@@ -89,6 +96,7 @@ impl Case {
         let q = tensor(p.q_rows() * p.heads_q * p.head_dim);
         let k = tensor(p.total_kv * p.heads_kv * p.head_dim);
         let v = tensor(p.total_kv * p.heads_kv * p.head_dim_v);
+        let d_o = tensor(p.o_rows() * p.heads_q * p.head_dim_v);
         let poison = |bytes: i64| DeviceBuffer::filled(&shared, usize::try_from(bytes).unwrap(), 0xff).unwrap();
         let offsets = |n: i64| poison(4 * (n + 1));
         Case {
@@ -98,6 +106,11 @@ impl Case {
             workspace: poison(i64::try_from(plan.requirements().forward_bytes).unwrap()),
             q_offsets: offsets(p.batch),
             kv_offsets: offsets(p.kv_batch),
+            dq: poison(p.q_rows() * p.heads_q * p.head_dim * 2),
+            dk: poison(p.total_kv * p.heads_kv * p.head_dim * 2),
+            dv: poison(p.total_kv * p.heads_kv * p.head_dim_v * 2),
+            backward_workspace: poison(i64::try_from(plan.requirements().backward_bytes).unwrap()),
+            d_o,
             problem: p.clone(),
             memory,
             plan,
@@ -147,6 +160,89 @@ impl Case {
         unsafe {
             self.plan.build_schedule(&layout, self.schedule.as_buffer(), stream)?;
             self.plan.forward(&call, &self.args())
+        }
+    }
+
+    fn queue_backward(&self, batch: i64) -> jfa_core::Result<()> {
+        let layout = self.layout(batch);
+        let (p, f, stream) = (&self.problem, self.args(), self.memory.stream());
+        let view = |b: &DeviceBuffer, rows, heads, dim| TensorView::contiguous(b.data(), p.dtype, rows, heads, dim);
+        let args = BackwardArgs {
+            q: f.q,
+            k: f.k,
+            v: f.v,
+            bias: f.bias,
+            o: f.o,
+            lse: f.lse,
+            d_o: view(&self.d_o.1, p.o_rows(), p.heads_q, p.head_dim_v),
+            dq: view(&self.dq, p.q_rows(), p.heads_q, p.head_dim),
+            dk: view(&self.dk, p.total_kv, p.heads_kv, p.head_dim),
+            dv: view(&self.dv, p.total_kv, p.heads_kv, p.head_dim_v),
+            dbias: jfa_core::DataPtr::NULL,
+        };
+        let workspace = self.backward_workspace.as_buffer();
+        let call = Call { layout: &layout, schedule: self.schedule.as_buffer(), workspace, stream };
+        // SAFETY: every buffer is as large as the plan and the problem say, and outlives the stream's work.
+        unsafe { self.plan.backward(&call, &args) }
+    }
+
+    /// Compares the gradients with the oracle's, given the o and lse the forward saved.
+    fn check_backward(&self, q_offsets: &[i64], kv_offsets: &[i64], what: &str) {
+        let p = &self.problem;
+        let usize_of = |v: i64| usize::try_from(v).unwrap();
+        let download = |b: &DeviceBuffer| b.download(0, b.bytes()).unwrap();
+        let (o, lse, dq, dk, dv) =
+            (download(&self.o), download(&self.lse), download(&self.dq), download(&self.dk), download(&self.dv));
+        let batch = oracle::Batch::jagged(q_offsets, kv_offsets);
+        fn tensor(dtype: DType, bytes: &[u8], heads: i64, dim: i64) -> oracle::Tensor<'_> {
+            let (heads, dim) = (usize::try_from(heads).unwrap(), usize::try_from(dim).unwrap());
+            oracle::Tensor::contiguous(Elements::Bytes(dtype, bytes), heads, dim)
+        }
+        let reference = Oracle {
+            problem: p,
+            batch: &batch,
+            q: tensor(p.dtype, &self.q.0, p.heads_q, p.head_dim),
+            k: tensor(p.dtype, &self.k.0, p.heads_kv, p.head_dim),
+            v: tensor(p.dtype, &self.v.0, p.heads_kv, p.head_dim_v),
+            bias: None,
+        };
+        let saved_lse = oracle::Tensor::lse(Elements::Bytes(DType::F32, &lse), usize_of(p.o_rows()));
+        let given = Given {
+            d_o: tensor(p.dtype, &self.d_o.0, p.heads_q, p.head_dim_v),
+            saved: Some((tensor(p.dtype, &o, p.heads_q, p.head_dim_v), saved_lse)),
+        };
+        let mut meters = [(); 3].map(|()| ErrorMeter::default());
+        for b in 0..batch.queries.len() {
+            let expected = reference.backward(b, &given);
+            let (q, kv) = (batch.queries[b], batch.kv[batch.queries[b].kv]);
+            let sides = [
+                (&dq, q.q_row, q.len, p.heads_q, p.head_dim, &expected.dq),
+                (&dk, kv.row, kv.len, p.heads_kv, p.head_dim, &expected.dk),
+                (&dv, kv.row, kv.len, p.heads_kv, p.head_dim_v, &expected.dv),
+            ];
+            for (meter, (bytes, row, rows, heads, dim, expected)) in meters.iter_mut().zip(sides) {
+                let got = tensor(p.dtype, bytes, heads, dim);
+                for i in 0..rows {
+                    for h in 0..usize_of(heads) {
+                        for c in 0..usize_of(dim) {
+                            meter.push(got.at(row + i, h, c), expected.at(i, h, c));
+                        }
+                    }
+                }
+            }
+        }
+        let most = if p.dtype == DType::BF16 { 4e-3 } else { 6e-4 };
+        for (name, meter) in ["dq", "dk", "dv"].iter().zip(&meters) {
+            let error = meter.relative();
+            assert!(error <= most, "{what}: relative error {error} of {name} above {most}");
+        }
+        for (name, bytes, used, width) in [
+            ("dq", &dq, q_offsets.last(), p.heads_q * p.head_dim),
+            ("dk", &dk, kv_offsets.last(), p.heads_kv * p.head_dim),
+            ("dv", &dv, kv_offsets.last(), p.heads_kv * p.head_dim_v),
+        ] {
+            let used = usize_of(used.copied().unwrap_or(0) * width * 2);
+            assert!(bytes[used..].iter().all(|b| *b == 0xff), "{what}: a row of {name} past the sequences was written");
         }
     }
 
@@ -231,11 +327,16 @@ fn every_kernel_against_the_oracle() {
                 case.set_offsets(&q, &kv);
                 case.queue(14).unwrap();
                 case.memory.synchronize().unwrap();
-                case.check(
-                    &q,
-                    &kv,
-                    &format!("{dtype}, head_dim {dim} and {dim_v}, heads {heads_q}/{heads_kv}, {mask}"),
-                );
+                let what = format!("{dtype}, head_dim {dim} and {dim_v}, heads {heads_q}/{heads_kv}, {mask}");
+                case.check(&q, &kv, &what);
+                if case.plan.requirements().backward_bytes > 0 {
+                    case.queue_backward(14).unwrap();
+                    case.memory.synchronize().unwrap();
+                    case.check_backward(&q, &kv, &what);
+                } else {
+                    let e = case.queue_backward(14).unwrap_err().to_string();
+                    assert!(e.contains("lacks a backward"), "{e}");
+                }
             }
         }
     }
@@ -252,17 +353,23 @@ fn a_captured_graph_replays_with_other_lengths() {
     let graph = case
         .memory
         .cuda_stream()
-        .capture(|| case.queue(12).map_err(|e| DriverError::Unavailable(e.to_string())))
+        .capture(|| {
+            case.queue(12).and_then(|()| case.queue_backward(12)).map_err(|e| DriverError::Unavailable(e.to_string()))
+        })
         .unwrap();
     for round in 0..5 {
         let (q, kv) = (lengths(&mut random, 12, 400), lengths(&mut random, 12, 400));
         let (q, kv) = (offsets_from_lengths(&q).unwrap(), offsets_from_lengths(&kv).unwrap());
         case.o.fill(0xff).unwrap();
         case.lse.fill(0xff).unwrap();
+        for gradient in [&case.dq, &case.dk, &case.dv] {
+            gradient.fill(0xff).unwrap();
+        }
         case.set_offsets(&q, &kv);
         graph.launch(case.memory.cuda_stream()).unwrap();
         case.memory.synchronize().unwrap();
         case.check(&q, &kv, &format!("replay {round}"));
+        case.check_backward(&q, &kv, &format!("replay {round}"));
     }
 }
 
