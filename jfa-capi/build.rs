@@ -20,6 +20,8 @@ fn main() {
             (major, _) => format!("libjfa.so.{major}"),
         };
         println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,{soname}");
+        // Threads and thread-local data of the library outlive a dlclose, so its code has to.
+        println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
         let script = format!("-Wl,--version-script={}", root.join("libjfa.map").display());
         if takes_version_script(&out, &script) {
             println!("cargo::rustc-cfg=jfa_versioned_symbols");

@@ -81,8 +81,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             meter.push(a.to_f64(), *e);
         }
     };
-    for b in 0..lengths.len() {
-        let history = usize::try_from(offsets[b])?;
+    for (b, start) in offsets[..lengths.len()].iter().enumerate() {
+        let history = usize::try_from(*start)?;
         compare(&mut o_error, &forward.o, b * QUERY_ROWS, &reference.forward(b).o);
         let (dk, dv) = reference.backward_kv(b, &given);
         compare(&mut dk_error, &gradients.dk, history, &dk);

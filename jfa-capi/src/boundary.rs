@@ -236,8 +236,9 @@ mod tests {
     #[test]
     fn a_short_struct_names_the_field_it_misses() {
         for (size, field) in [(0, "struct_size"), (15, "data"), (16, "rows"), (31, "head_stride")] {
+            let short = lse(size);
             // SAFETY: longer than its struct_size says.
-            let failure = unsafe { read(&raw const *&lse(size), "lse") }.unwrap_err();
+            let failure = unsafe { read(&raw const short, "lse") }.unwrap_err();
             assert_eq!(failure.status(), jfa_status::JFA_ERROR_STRUCT_SIZE);
             let text = failure.to_string();
             assert!(text.contains(&format!("lse.struct_size = {size}:")) && text.contains(field), "{text}");

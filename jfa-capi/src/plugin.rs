@@ -176,7 +176,8 @@ impl Handle {
 
     #[cold]
     fn failed(&self, code: RawStatus, what: &str) -> Error {
-        let reason = format!("{what}: {}", error_text(self.table.last_error, code));
+        // SAFETY: the header asks for a string.
+        let reason = format!("{what}: {}", unsafe { text_of((self.table.last_error)()) });
         Error::Backend { name: self.name.clone(), status: code, reason }
     }
 }
@@ -416,8 +417,8 @@ impl AttentionBackend for PluginBackend {
         let c = convert::c_problem(problem);
         let mut plan = std::ptr::null_mut();
         // SAFETY: the header's contract.
-        handle
-            .check(unsafe { (handle.table.plan_create)(handle.backend, &raw const c, &raw mut plan) }, "plan_create")?;
+        let code = unsafe { (handle.table.plan_create)(handle.backend, &raw const c, &raw mut plan) };
+        handle.check(code, "plan_create")?;
         if plan.is_null() {
             let reason = "plan_create reported success and gave no plan".to_owned();
             return Err(Error::Backend { name: handle.name.clone(), status: 0, reason });

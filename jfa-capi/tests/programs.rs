@@ -93,6 +93,26 @@ fn dlpack_tensors_of_numpy_become_views() {
     run(Command::new(python).arg(source("dlpack_numpy.py")).arg(shim));
 }
 
+/// Messages: the choice at info, an unknown variable once however many contexts there are, nothing otherwise.
+#[test]
+fn messages_go_where_the_environment_says() {
+    let program = build("errors.c", "logging", &[]);
+    let said = |level: &str| {
+        let mut command = Command::new(&program);
+        command.env("JFA_LOG", level).env("JFA_BANANA", "1").env_remove("JFA_BACKEND").env_remove("JFA_BACKEND_PATH");
+        let output = command.output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let info = said("info");
+    assert!(info.contains("jfa info: backend chosen backend=cpu chosen_by=argument backend=cpu"), "{info}");
+    assert_eq!(info.matches("JFA_BANANA").count(), 1, "{info}");
+    let warn = said("warn");
+    assert_eq!(warn.lines().count(), 1, "{warn}");
+    assert!(warn.starts_with("jfa warn: ") && warn.contains("JFA_BANANA"), "{warn}");
+    assert_eq!(said("error"), "");
+}
+
 /// The contract is 1 microsecond; a library without optimisation gets five.
 #[test]
 fn a_forward_on_an_empty_batch_costs_less_than_a_microsecond() {
