@@ -120,14 +120,12 @@ impl<T: Half> Lane for X2<T> {
 
 /// A small float that is computed in f64 and rounded once.
 pub(crate) trait Small: Lane {
-    const FMT: num::Format;
     fn wide(self) -> f64;
     fn round(x: f64, mode: Rnd) -> Self;
     fn bits(self) -> u16;
     fn from(bits: u16) -> Self;
 }
 impl Small for H {
-    const FMT: num::Format = num::F16;
     #[inline(always)]
     fn wide(self) -> f64 {
         f64::from(num::f16_to_f32(self.0))
@@ -143,7 +141,6 @@ impl Small for H {
     }
 }
 impl Small for B {
-    const FMT: num::Format = num::BF16;
     #[inline(always)]
     fn wide(self) -> f64 {
         f64::from(num::bf16_to_f32(self.0))
@@ -742,7 +739,7 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
             }),
             "mul" => A2(ints!(|a, b| a.wrapping_mul(b))),
             "mul24" if has("lo") => A2(if ty.is_signed() {
-                f2!(|a: i32, b: i32| ((i64::from(a << 8 >> 8) * i64::from(b << 8 >> 8)) as i32))
+                f2!(|a: i32, b: i32| (i64::from(a << 8 >> 8) * i64::from(b << 8 >> 8)) as i32)
             } else {
                 f2!(|a: u32, b: u32| (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff))
             }),

@@ -40,6 +40,8 @@ mod clock;
 mod counters;
 mod exec;
 mod findings;
+#[cfg(feature = "driver")]
+pub mod gpu;
 pub mod ir;
 pub mod lower;
 mod machine;

@@ -24,6 +24,8 @@ pub(crate) struct MBarrier {
     pub done: Knowledge,
     /// Slot and clock of the warp that initialised it.
     pub init_by: (u32, u32),
+    /// Line of the last change of the byte count by a thread.
+    pub last_line: u32,
 }
 
 impl MBarrier {
@@ -37,6 +39,7 @@ impl MBarrier {
             current: Knowledge::default(),
             done: Knowledge::default(),
             init_by: (0, 0),
+            last_line: 0,
         }
     }
 

@@ -264,8 +264,11 @@ impl<'a> Cluster<'a> {
         if slot < 4 * n {
             return (format!("a cp.async of {}", name(slot - 3 * n)), true);
         }
-        if slot < 4 * n + self.ctas.len() as u32 {
-            return (format!("a tcgen05 operation of CTA {:?}", self.ctas[(slot - 4 * n) as usize].id), true);
+        if slot < 6 * n {
+            return (format!("a tensor memory access of {}", name((slot - 4 * n) % n)), true);
+        }
+        if slot < 6 * n + self.ctas.len() as u32 {
+            return (format!("a tcgen05 operation of CTA {:?}", self.ctas[(slot - 6 * n) as usize].id), true);
         }
         for c in &self.ctas {
             if let Some((off, _)) = c.mbars.iter().find(|(_, b)| b.slot == slot) {

@@ -134,6 +134,11 @@ impl<'a> Cluster<'a> {
         }
     }
 
+    /// As `spot`, for other asynchronous work.
+    pub(super) fn copy_spot(&mut self, w: &Warp, lane: u32, addr: u64, len: usize, align: usize) -> Option<Spot> {
+        self.spot(w, lane, addr, len, align)
+    }
+
     /// The barrier operand of a copy: it must be initialised, and that must be visible to the copy engine.
     fn bar_spot(&mut self, w: &Warp, lane: u32, addr: u64) -> Option<Spot> {
         let s = self.spot(w, lane, addr, 8, 8)?;
@@ -210,7 +215,7 @@ impl<'a> Cluster<'a> {
         (0..n).filter(|c| mask >> c & 1 == 1).map(|c| ((c, dst.1), (c, bar.1))).collect()
     }
 
-    fn begin_fill(&mut self, w: &Warp, lane: u32, dst: &[(Spot, Spot)], bytes: usize) {
+    pub(super) fn begin_fill(&mut self, w: &Warp, lane: u32, dst: &[(Spot, Spot)], bytes: usize) {
         let id = self.engine.next_id + 1;
         for ((c, off), _) in dst {
             if *off + bytes <= self.ctas[*c].smem.data.len() {
@@ -625,7 +630,7 @@ impl<'a> Cluster<'a> {
                 self.engine.pending.push(Pending { id, due, warp, place, job: Job::Store { src, to, bytes, data, owner } });
             }
             Job::Store { src, to, bytes, data: Some(data), owner } => {
-                self.write_out(src.1, &to, &data, place);
+                self.write_out(src.1, &to, &data);
                 if let Some(b) = self.engine.bulk.get_mut(&owner) {
                     if let Some(op) = b.ops.iter_mut().find(|o| o.id == id) {
                         op.done = true;
@@ -724,7 +729,7 @@ impl<'a> Cluster<'a> {
     }
 
     /// Writes what a store read to device memory.
-    fn write_out(&mut self, base: usize, to: &Target, data: &[u8], place: Place) {
+    fn write_out(&mut self, base: usize, to: &Target, data: &[u8]) {
         let mem = self.l.mem;
         let mut hint = self.hint;
         let mut put = |a: u64, bytes: &[u8], red: &Option<AtomFn>| {
@@ -764,7 +769,6 @@ impl<'a> Cluster<'a> {
                 });
             }
         }
-        let _ = place;
         self.hint = hint;
     }
 
@@ -790,12 +794,26 @@ impl<'a> Cluster<'a> {
         for p in fills {
             self.report_at(p, Kind::UnfinishedWork, None, "the CTA ended before this asynchronous operation did".into());
         }
-        while !self.engine.pending.is_empty() {
-            self.tick = u64::MAX / 2;
+        while let Some(due) = self.engine.next_due() {
+            self.tick = self.tick.max(due);
             let before = self.engine.pending.len();
             self.pump();
-            if self.engine.pending.len() >= before && self.engine.pending.iter().all(|p| p.due <= self.tick) {
+            if self.engine.pending.len() == before && self.engine.next_due() == Some(due) {
+                // What is left waits for something that will not come any more.
                 break;
+            }
+        }
+        self.leftover_bytes();
+    }
+
+    /// Reports phases whose expected bytes do not match what arrived.
+    pub(super) fn leftover_bytes(&self) {
+        for c in &self.ctas {
+            for (off, b) in c.mbars.iter().filter(|(_, b)| b.tx != 0) {
+                let a = self.shared_addr(c.rank as usize, *off as usize);
+                let place = Place { line: b.last_line, cta: c.id, thread: 0 };
+                let what = if b.tx > 0 { "more bytes expected than arrived" } else { "more bytes arrived than were expected" };
+                self.report_at(place, Kind::TransactionCount, Some(a), format!("the phase is left with {} bytes: {what}", b.tx.abs()));
             }
         }
     }

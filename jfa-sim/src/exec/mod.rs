@@ -165,8 +165,9 @@ impl<'a> Cluster<'a> {
             tick: 0,
             progress: 0,
             counters: Counters { ctas: u64::from(size), ..Counters::default() },
-            // Per warp: itself, its matrix products, its bulk reads, its element copies; per CTA: its tensor memory engine.
-            slots: total as u32 * 4 + size,
+            // Per warp: itself, its matrix products, bulk reads, element copies, tensor memory loads and stores; per CTA: its
+            // tensor core.
+            slots: total as u32 * 6 + size,
             cluster_arrived: vec![],
             cluster_generation: 0,
             cluster_know: Knowledge::default(),
@@ -190,8 +191,16 @@ impl<'a> Cluster<'a> {
         (self.warps.len() * 3 + w) as u32
     }
 
+    pub(crate) fn tmem_load_slot(&self, w: usize) -> u32 {
+        (self.warps.len() * 4 + w) as u32
+    }
+
+    pub(crate) fn tmem_store_slot(&self, w: usize) -> u32 {
+        (self.warps.len() * 5 + w) as u32
+    }
+
     pub(crate) fn tcgen_slot(&self, cta: usize) -> u32 {
-        (self.warps.len() * 4 + cta) as u32
+        (self.warps.len() * 6 + cta) as u32
     }
 
     pub(crate) fn new_slot(&mut self) -> u32 {
@@ -329,6 +338,7 @@ impl<'a> Cluster<'a> {
         }
         let place = place.unwrap_or(Place { line: 0, cta: self.ctas[0].id, thread: 0 });
         self.report_at(place, Kind::Deadlock, None, text);
+        self.leftover_bytes();
     }
 
     fn describe_wait(&self, w: &Warp, s: &State) -> String {
@@ -347,7 +357,7 @@ impl<'a> Cluster<'a> {
             State::Bulk { n, read, .. } => format!("waits until {n} bulk groups are left ({})", if *read { "reads" } else { "all" }),
             State::CopyGroups(n) => format!("waits until {n} cp.async groups are left"),
             State::Sleep(_) => "sleeps".into(),
-            State::Tmem => "waits for tensor memory to allocate".into(),
+            State::Tmem(_) => "waits for tensor memory to allocate".into(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Executes instructions of one warp.
 
 use super::access::Loc;
-use super::warp::{FULL, State, Warp};
+use super::warp::{State, Warp};
 use super::{Cluster, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW};
 use crate::alu::{self, Lanes};
 use crate::findings::Kind;

@@ -182,7 +182,7 @@ impl Cluster<'_> {
             State::Bulk { lanes, n, read } => self.bulk_ready(w, lanes, n, read),
             State::CopyGroups(n) => self.copy_ready(w, n),
             State::Sleep(t) => self.tick >= t,
-            State::Tmem => true,
+            State::Tmem(since) => self.progress > since,
         };
         if ready {
             w.frags[k].state = State::Ready;
@@ -329,6 +329,7 @@ impl Cluster<'_> {
                     }
                     let mut problem = None;
                     if let Some(t) = tx {
+                        b.last_line = w.line;
                         if let Err(e) = b.add_tx_quietly(i64::from(t)) {
                             problem = Some((Kind::TransactionCount, e));
                         }
@@ -349,6 +350,7 @@ impl Cluster<'_> {
                 Mbar::ExpectTx(tx) => {
                     let t = self.lane_src(w, tx, lane) as u32;
                     let b = self.ctas[cta].mbars.get_mut(&off).expect("found above");
+                    b.last_line = w.line;
                     if let Err(e) = b.add_tx(i64::from(t)) {
                         self.report(w, lane, Kind::TransactionCount, Some(addr), e);
                     }
@@ -392,7 +394,12 @@ impl Cluster<'_> {
         let cur = w.cur;
         let timed_out = std::mem::take(&mut w.frags[cur].timed_out);
         if let Some(s) = blocked {
-            if result == 0 && !timed_out && !(self.l.cfg.shuffle && self.rng.below(8) == 0) {
+            // The hardware may give up early; once per change of state is enough to see whether the kernel tries again.
+            let give_up = self.l.cfg.shuffle && w.gave_up != self.progress && self.rng.below(8) == 0;
+            if give_up {
+                w.gave_up = self.progress;
+            }
+            if result == 0 && !timed_out && !give_up {
                 self.counters.mbarrier_waits += 1;
                 w.frags[cur].state = s;
                 return true;

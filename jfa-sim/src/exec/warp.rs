@@ -1,6 +1,7 @@
 //! A warp: registers, divergence, and what its asynchronous work left behind.
 
 use super::Launch;
+use super::tcgen::TensorView;
 use crate::alu::Lanes;
 use crate::clock::Knowledge;
 use crate::ir::{Dst, NONE};
@@ -20,7 +21,8 @@ pub(crate) enum State {
     Bulk { lanes: u32, n: u32, read: bool },
     CopyGroups(u32),
     Sleep(u64),
-    Tmem,
+    /// For tensor memory, until something changes after this point.
+    Tmem(u64),
 }
 
 /// Lanes that run together.
@@ -97,14 +99,17 @@ pub(crate) struct Warp {
     /// `cp.async` groups: committed ones, and the clock of the open one.
     pub copy_open: u32,
     pub copy_groups: VecDeque<u32>,
-    pub copy_waited: u32,
-    /// Registers of its threads that `setmaxnreg` left.
     pub tid: [[u32; 32]; 3],
     /// Number of `tcgen05.ld` not waited for: their destination registers have `busy` bit 4.
     pub tmem_loads: u32,
-    /// `tcgen05.st` not waited for.
-    pub tmem_stores: bool,
+    /// Number of the last `tcgen05.ld` and `tcgen05.st`.
+    pub tmem_load_seq: u32,
+    pub tmem_store_seq: u32,
+    /// What `tcgen05.fence::after_thread_sync` let it see.
+    pub tensor_view: TensorView,
     pub cluster_arrived: bool,
+    /// Progress of the cluster when a blocking wait last gave up.
+    pub gave_up: u64,
 }
 
 /// All lanes.
@@ -148,22 +153,19 @@ impl Warp {
             fence_epoch: 0,
             copy_open: 1,
             copy_groups: VecDeque::new(),
-            copy_waited: 0,
             tid,
             tmem_loads: 0,
-            tmem_stores: false,
+            tmem_load_seq: 0,
+            tmem_store_seq: 0,
+            tensor_view: TensorView::default(),
             cluster_arrived: false,
+            gave_up: u64::MAX,
         }
     }
 
     /// Lanes that exist and have not left.
     pub(crate) fn live(&self) -> u32 {
         self.exist & !self.exited
-    }
-
-    /// Lanes the warp was started with.
-    pub(crate) fn exist(&self) -> u32 {
-        self.exist
     }
 
     /// This warp's time.

@@ -1,0 +1,179 @@
+//! Every detector: a kernel with exactly one fault is reported, and its repaired twin is not.
+
+use jfa_sim::{Arch, Config, Kind, LaunchConfig, Machine, Module, ParamValue, Program, Report};
+use std::sync::OnceLock;
+
+const PTX: &str = include_str!("kernels/detectors.sm_90a.ptx");
+
+fn module() -> &'static Module {
+    static M: OnceLock<Module> = OnceLock::new();
+    M.get_or_init(|| Module::parse(PTX).unwrap())
+}
+
+fn machine(seed: u64) -> (Machine, Program) {
+    let mut m = Machine::new(Arch::Sm90, Config { seed, threads: 1, spin_limit: 1_000_000, ..Config::default() });
+    let p = m.load(module()).unwrap();
+    (m, p)
+}
+
+/// A buffer of `n` integers 0, 1, ...
+fn ints(m: &mut Machine, n: usize) -> u64 {
+    let a = m.alloc(4 * n);
+    let bytes: Vec<u8> = (0..n as u32).flat_map(u32::to_le_bytes).collect();
+    m.write(a, &bytes).unwrap();
+    a
+}
+
+fn shape(threads: u32, smem: u32) -> LaunchConfig {
+    LaunchConfig { grid: [1, 1, 1], block: [threads, 1, 1], cluster: [1, 1, 1], dynamic_smem: smem }
+}
+
+type Setup = dyn Fn(&mut Machine) -> (LaunchConfig, Vec<ParamValue>);
+
+fn run(name: &str, seed: u64, setup: &Setup) -> Report {
+    let (mut m, p) = machine(seed);
+    let (cfg, params) = setup(&mut m);
+    m.launch(&p, name, cfg, &params).unwrap()
+}
+
+fn text(r: &Report) -> String {
+    r.findings.iter().map(|f| format!("{f}\n")).collect()
+}
+
+/// The bad kernel is reported as `kind` under every seed, the good one never reports anything.
+fn pair(bad: &str, good: &str, kind: Kind, setup: &Setup) {
+    pair_any(bad, good, &[kind], setup);
+}
+
+/// The same where the order of events decides which of several kinds the fault shows as.
+fn pair_any(bad: &str, good: &str, kinds: &[Kind], setup: &Setup) {
+    for seed in 0..8 {
+        let r = run(bad, seed, setup);
+        assert!(r.findings.iter().any(|f| kinds.contains(&f.kind)), "{bad} with seed {seed} lacks {kinds:?}:\n{}", text(&r));
+        for f in r.findings.iter().filter(|f| kinds.contains(&f.kind)) {
+            assert!(f.line > 0 && f.kernel == bad, "{f}");
+        }
+        let r = run(good, seed, setup);
+        assert!(r.findings.is_empty(), "{good} with seed {seed}:\n{}", text(&r));
+    }
+}
+
+fn twin(name: &str, kind: Kind, setup: &Setup) {
+    pair(&format!("{name}_bad"), &format!("{name}_good"), kind, setup);
+}
+
+/// `(out)` of `n` integers, `threads` threads.
+fn out_only(threads: u32, n: usize) -> impl Fn(&mut Machine) -> (LaunchConfig, Vec<ParamValue>) {
+    move |m| {
+        let out = ints(m, n);
+        (shape(threads, 0), vec![out.into()])
+    }
+}
+
+/// `(in, out)` of `n` integers each.
+fn in_out(threads: u32, n: usize) -> impl Fn(&mut Machine) -> (LaunchConfig, Vec<ParamValue>) {
+    move |m| {
+        let (a, b) = (ints(m, n), ints(m, n));
+        (shape(threads, 0), vec![a.into(), b.into()])
+    }
+}
+
+#[test]
+fn out_of_bounds() {
+    twin("oob_global", Kind::OutOfBounds, &|m| {
+        let out = ints(m, 40);
+        (shape(64, 0), vec![out.into(), 40i32.into()])
+    });
+    twin("oob_shared", Kind::OutOfBounds, &|m| {
+        let out = ints(m, 32);
+        (shape(32, 128), vec![out.into()])
+    });
+    twin("oob_local", Kind::OutOfBounds, &|m| {
+        let out = ints(m, 32);
+        (shape(32, 0), vec![out.into(), 2i32.into()])
+    });
+}
+
+#[test]
+fn misaligned() {
+    twin("misaligned", Kind::Misaligned, &in_out(32, 64));
+}
+
+#[test]
+fn uninitialised() {
+    twin("uninit_global", Kind::Uninitialised, &|m| {
+        let a = m.alloc(512);
+        m.write(a, &[1; 256]).unwrap();
+        let out = ints(m, 64);
+        (shape(64, 0), vec![a.into(), out.into(), 64i32.into()])
+    });
+    twin("uninit_shared", Kind::Uninitialised, &out_only(64, 64));
+}
+
+#[test]
+fn races() {
+    twin("race", Kind::Race, &out_only(64, 64));
+    twin("race_war", Kind::Race, &out_only(64, 64));
+}
+
+#[test]
+fn asynchronous_copies_used_early() {
+    twin("copy_early", Kind::UseBeforeCompletion, &in_out(64, 64));
+    twin("cp_async_early", Kind::UseBeforeCompletion, &in_out(64, 64));
+    twin("store_source", Kind::UseBeforeCompletion, &out_only(64, 128));
+    let early_or_late = [Kind::UseBeforeCompletion, Kind::Race];
+    pair_any("copy_overwrites_bad", "copy_overwrites_good", &early_or_late, &in_out(64, 64));
+}
+
+#[test]
+fn proxy_fences() {
+    twin("proxy_fence", Kind::MissingProxyFence, &out_only(64, 64));
+    twin("init_fence", Kind::MissingProxyFence, &in_out(64, 64));
+    pair("wgmma_proxy_bad", "wgmma_good", Kind::MissingProxyFence, &out_only(128, 1024));
+}
+
+#[test]
+fn unfinished_work() {
+    twin("unfinished", Kind::UnfinishedWork, &out_only(64, 64));
+}
+
+#[test]
+fn mbarrier_protocol() {
+    twin("tx_count", Kind::TransactionCount, &in_out(64, 64));
+    twin("over_arrive", Kind::Mbarrier, &out_only(64, 64));
+    twin("init_order", Kind::Mbarrier, &out_only(64, 64));
+}
+
+#[test]
+fn deadlocks_show_who_waits_where() {
+    twin("deadlock", Kind::Deadlock, &out_only(64, 64));
+    let r = run("deadlock_bad", 0, &out_only(64, 64));
+    let t = text(&r);
+    assert!(t.contains("waits for phase 0") && t.contains("1 of 2 arrivals"), "{t}");
+    twin("barrier_count", Kind::Deadlock, &out_only(64, 64));
+    let t = text(&run("barrier_count_bad", 0, &out_only(64, 64)));
+    assert!(t.contains("waits at barrier 1") && t.contains("32 threads arrived of 64"), "{t}");
+}
+
+#[test]
+fn divergence() {
+    twin("divergence", Kind::Divergence, &out_only(32, 32));
+}
+
+#[test]
+fn bank_conflicts_are_counted() {
+    let bad = run("banks_bad", 0, &out_only(32, 32)).counters;
+    let good = run("banks_good", 0, &out_only(32, 32)).counters;
+    assert_eq!((bad.shared_passes, bad.bank_conflicts), (64, 62));
+    assert_eq!((good.shared_passes, good.bank_conflicts), (2, 0));
+}
+
+#[test]
+fn wgmma_registers_and_waits() {
+    let s = out_only(128, 1024);
+    pair("wgmma_fence_bad", "wgmma_good", Kind::TensorRegisters, &s);
+    pair("wgmma_wait_bad", "wgmma_good", Kind::TensorRegisters, &s);
+    pair("wgmma_commit_bad", "wgmma_good", Kind::TensorRegisters, &s);
+    pair("wgmma_registers_bad", "wgmma_good", Kind::TensorRegisters, &s);
+    twin("wgmma_operand", Kind::UseBeforeCompletion, &s);
+}

@@ -1,0 +1,347 @@
+// Pairs of kernels for the detectors: `x_bad` has one fault, `x_good` differs only by its repair.
+#include "ptx.cuh"
+
+#define PAIR(name, params, args)                                     \
+    extern "C" __global__ void name##_bad params { name<true> args; } \
+    extern "C" __global__ void name##_good params { name<false> args; }
+
+// Writes one element past the end.
+template <bool Bad>
+DEV void oob_global(int* out, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (Bad ? i <= n : i < n) out[i] = i;
+}
+PAIR(oob_global, (int* out, int n), (out, n))
+
+// Reaches past the CTA's shared memory.
+template <bool Bad>
+DEV void oob_shared(int* out) {
+    extern __shared__ int buf[];
+    int at = threadIdx.x + (Bad ? 1 : 0);
+    buf[at] = threadIdx.x;
+    out[threadIdx.x] = buf[at];
+}
+PAIR(oob_shared, (int* out), (out))
+
+// Indexes a local array past its end.
+template <bool Bad>
+DEV void oob_local(int* out, int k) {
+    int a[4] = {1, 2, 3, 4};
+    a[(k + threadIdx.x) % (Bad ? 5 : 4)] = 7;
+    out[threadIdx.x] = a[k & 3];
+}
+PAIR(oob_local, (int* out, int k), (out, k))
+
+// A 16-byte load at a multiple of 8.
+template <bool Bad>
+DEV void misaligned(const char* in, float* out) {
+    float a, b, c, d;
+    asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "l"(in + (Bad ? 8 : 16)));
+    out[threadIdx.x] = a + b + c + d;
+}
+PAIR(misaligned, (const char* in, float* out), (in, out))
+
+// Reads device memory that the host wrote only partly.
+template <bool Bad>
+DEV void uninit_global(const int* in, int* out, int n) {
+    out[threadIdx.x] = in[threadIdx.x + (Bad ? n : 0)];
+}
+PAIR(uninit_global, (const int* in, int* out, int n), (in, out, n))
+
+// Reads shared memory that only half the threads wrote.
+template <bool Bad>
+DEV void uninit_shared(int* out) {
+    __shared__ int buf[64];
+    if (Bad ? threadIdx.x < 32 : true) buf[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    out[threadIdx.x] = buf[63 - threadIdx.x];
+}
+PAIR(uninit_shared, (int* out), (out))
+
+// Exchanges values through shared memory, without the barrier.
+template <bool Bad>
+DEV void race(int* out) {
+    __shared__ int buf[64];
+    buf[threadIdx.x] = threadIdx.x;
+    if (!Bad) __syncthreads();
+    out[threadIdx.x] = buf[(threadIdx.x + 32) & 63];
+}
+PAIR(race, (int* out), (out))
+
+// Overwrites what another warp still reads.
+template <bool Bad>
+DEV void race_war(int* out) {
+    __shared__ int buf[64];
+    buf[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    int v = buf[(threadIdx.x + 32) & 63];
+    if (!Bad) __syncthreads();
+    buf[threadIdx.x] = v + 1;
+    __syncthreads();
+    out[threadIdx.x] = buf[threadIdx.x];
+}
+PAIR(race_war, (int* out), (out))
+
+// Reads the destination of a bulk copy without waiting.
+template <bool Bad>
+DEV void copy_early(const int* in, int* out) {
+    __shared__ __align__(128) int buf[64];
+    __shared__ __align__(8) uint64_t bar;
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&bar), 1);
+        fence_init();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        mbar_expect(smem(&bar), 256);
+        bulk_load(smem(buf), in, 256, smem(&bar));
+    }
+    if (Bad) {
+        __syncthreads();
+    } else {
+        mbar_wait(smem(&bar), 0);
+    }
+    out[threadIdx.x] = buf[threadIdx.x];
+    mbar_wait(smem(&bar), 0);
+}
+PAIR(copy_early, (const int* in, int* out), (in, out))
+
+// Starts a second copy into a buffer that a warp still reads.
+template <bool Bad>
+DEV void copy_overwrites(const int* in, int* out) {
+    __shared__ __align__(128) int buf[32];
+    __shared__ __align__(8) uint64_t full, empty;
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&full), 1);
+        mbar_init(smem(&empty), 32);
+        fence_init();
+    }
+    __syncthreads();
+    if (threadIdx.x == 32) {
+        for (int i = 0; i < 2; i++) {
+            if (i == 1 && !Bad) mbar_wait(smem(&empty), 0);
+            mbar_expect(smem(&full), 128);
+            bulk_load(smem(buf), in + 32 * i, 128, smem(&full));
+            if (Bad) mbar_wait(smem(&full), i);
+        }
+    } else if (threadIdx.x < 32) {
+        for (int i = 0; i < 2; i++) {
+            mbar_wait(smem(&full), i);
+            out[32 * i + threadIdx.x] = buf[threadIdx.x];
+            mbar_arrive(smem(&empty));
+        }
+    }
+}
+PAIR(copy_overwrites, (const int* in, int* out), (in, out))
+
+// cp.async used after a barrier but without its wait.
+template <bool Bad>
+DEV void cp_async_early(const int* in, int* out) {
+    __shared__ __align__(16) int buf[64];
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem(&buf[threadIdx.x])), "l"(in + threadIdx.x) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    if (!Bad) asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+    out[threadIdx.x] = buf[63 - threadIdx.x];
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+PAIR(cp_async_early, (const int* in, int* out), (in, out))
+
+// A bulk store of what threads wrote, without the proxy fence.
+template <bool Bad>
+DEV void proxy_fence(int* out) {
+    __shared__ __align__(128) int buf[64];
+    buf[threadIdx.x] = threadIdx.x;
+    if (!Bad) fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        bulk_store(out, smem(buf), 256);
+        bulk_commit();
+        bulk_wait<0>();
+    }
+}
+PAIR(proxy_fence, (int* out), (out))
+
+// Overwrites the source of a bulk store before its read was waited for.
+template <bool Bad>
+DEV void store_source(int* out) {
+    __shared__ __align__(128) int buf[64];
+    for (int i = 0; i < 2; i++) {
+        buf[threadIdx.x] = threadIdx.x + i;
+        fence_async();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            bulk_store(out + 64 * i, smem(buf), 256);
+            bulk_commit();
+            if (!Bad) bulk_wait_read<0>();
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) bulk_wait<0>();
+}
+PAIR(store_source, (int* out), (out))
+
+// Leaves while a bulk store still reads its source.
+template <bool Bad>
+DEV void unfinished(int* out) {
+    __shared__ __align__(128) int buf[64];
+    buf[threadIdx.x] = threadIdx.x;
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        bulk_store(out, smem(buf), 256);
+        bulk_commit();
+        if (!Bad) bulk_wait_read<0>();
+    }
+}
+PAIR(unfinished, (int* out), (out))
+
+// The copy engine is to complete on a barrier whose initialisation was not fenced for it.
+template <bool Bad>
+DEV void init_fence(const int* in, int* out) {
+    __shared__ __align__(128) int buf[32];
+    __shared__ __align__(8) uint64_t bar;
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&bar), 1);
+        if (!Bad) fence_init();
+        mbar_expect(smem(&bar), 128);
+        bulk_load(smem(buf), in, 128, smem(&bar));
+    }
+    __syncthreads();
+    mbar_wait(smem(&bar), 0);
+    out[threadIdx.x] = buf[threadIdx.x & 31];
+}
+PAIR(init_fence, (const int* in, int* out), (in, out))
+
+// Expects half the bytes that come.
+template <bool Bad>
+DEV void tx_count(const int* in, int* out) {
+    __shared__ __align__(128) int buf[32];
+    __shared__ __align__(8) uint64_t bar;
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&bar), 1);
+        fence_init();
+        mbar_expect(smem(&bar), Bad ? 64 : 128);
+        bulk_load(smem(buf), in, 128, smem(&bar));
+    }
+    __syncthreads();
+    mbar_wait(smem(&bar), 0);
+    out[threadIdx.x] = buf[threadIdx.x & 31];
+}
+PAIR(tx_count, (const int* in, int* out), (in, out))
+
+// More arrivals at once than the phase has left.
+template <bool Bad>
+DEV void over_arrive(int* out) {
+    __shared__ __align__(8) uint64_t bar;
+    if (threadIdx.x == 0) mbar_init(smem(&bar), 2);
+    __syncthreads();
+    if (threadIdx.x == 0)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem(&bar)), "n"(Bad ? 3 : 2) : "memory");
+    if (!Bad) mbar_wait(smem(&bar), 0);
+    out[threadIdx.x] = 1;
+}
+PAIR(over_arrive, (int* out), (out))
+
+// Uses a barrier that another warp initialises, without ordering.
+template <bool Bad>
+DEV void init_order(int* out) {
+    __shared__ __align__(8) uint64_t bar;
+    if (threadIdx.x == 0) mbar_init(smem(&bar), 1);
+    if (!Bad) __syncthreads();
+    if (threadIdx.x == 32) mbar_arrive(smem(&bar));
+    out[threadIdx.x] = 1;
+}
+PAIR(init_order, (int* out), (out))
+
+// Waits for a phase that nobody completes.
+template <bool Bad>
+DEV void deadlock(int* out) {
+    __shared__ __align__(8) uint64_t bar;
+    if (threadIdx.x == 0) mbar_init(smem(&bar), 2);
+    __syncthreads();
+    if (threadIdx.x < (Bad ? 1 : 2)) mbar_arrive(smem(&bar));
+    mbar_wait(smem(&bar), 0);
+    out[threadIdx.x] = 1;
+}
+PAIR(deadlock, (int* out), (out))
+
+// One warp does not come to a named barrier.
+template <bool Bad>
+DEV void barrier_count(int* out) {
+    if (!Bad || threadIdx.x < 32) asm volatile("bar.sync 1, 64;" ::: "memory");
+    __syncthreads();
+    out[threadIdx.x] = 1;
+}
+PAIR(barrier_count, (int* out), (out))
+
+// Half a warp at an instruction for the whole warp.
+template <bool Bad>
+DEV void divergence(int* out) {
+    __shared__ __align__(16) uint32_t rows[32 * 4];
+    for (int i = 0; i < 4; i++) rows[4 * threadIdx.x + i] = threadIdx.x;
+    __syncwarp();
+    uint32_t r = 0;
+    if (!Bad || threadIdx.x < 16)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r) : "r"(smem(rows + 4 * (threadIdx.x & 7))) : "memory");
+    out[threadIdx.x] = r;
+}
+PAIR(divergence, (int* out), (out))
+
+// All lanes in one bank, or in 32.
+template <bool Bad>
+DEV void banks(int* out) {
+    __shared__ int buf[32 * 33];
+    constexpr int pitch = Bad ? 32 : 33;
+    buf[threadIdx.x * pitch] = threadIdx.x;
+    __syncwarp();
+    out[threadIdx.x] = buf[threadIdx.x * pitch];
+}
+PAIR(banks, (int* out), (out))
+
+// Products of a tile of ones, 64x16x16; the fault is chosen by F.
+enum { Fence = 1, Wait = 2, Commit = 4, Proxy = 8, Registers = 16 };
+template <int F>
+DEV void wgmma_case(float* out) {
+    __shared__ __align__(1024) __nv_bfloat16 a[64 * 64], b[16 * 64];
+    for (int i = threadIdx.x; i < 64 * 64; i += 128) a[i] = __float2bfloat16(1.0f);
+    for (int i = threadIdx.x; i < 16 * 64; i += 128) b[i] = __float2bfloat16(2.0f);
+    if (!(F & Proxy)) fence_async();
+    __syncthreads();
+    float d[8];
+    for (int i = 0; i < 8; i++) d[i] = out[threadIdx.x * 8 + i];
+    if (!(F & Fence)) wgmma_fence();
+    wgmma_m64n16k16<0, 0>(d, desc_128b(smem(a), 16, 1024), desc_128b(smem(b), 16, 1024), 1);
+    if (!(F & Commit)) wgmma_commit();
+    if (F & Registers) d[0] += 1.0f;
+    if (!(F & Wait)) wgmma_wait<0>();
+    for (int i = 0; i < 8; i++) out[threadIdx.x * 8 + i] = d[i];
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+extern "C" __global__ void wgmma_good(float* out) { wgmma_case<0>(out); }
+extern "C" __global__ void wgmma_fence_bad(float* out) { wgmma_case<Fence>(out); }
+extern "C" __global__ void wgmma_wait_bad(float* out) { wgmma_case<Wait>(out); }
+extern "C" __global__ void wgmma_commit_bad(float* out) { wgmma_case<Commit>(out); }
+extern "C" __global__ void wgmma_proxy_bad(float* out) { wgmma_case<Proxy>(out); }
+extern "C" __global__ void wgmma_registers_bad(float* out) { wgmma_case<Registers>(out); }
+
+// Lets the operand be overwritten before the product that reads it was waited for.
+template <bool Bad>
+DEV void wgmma_operand(float* out) {
+    __shared__ __align__(1024) __nv_bfloat16 a[64 * 64], b[16 * 64];
+    for (int i = threadIdx.x; i < 64 * 64; i += 128) a[i] = __float2bfloat16(1.0f);
+    for (int i = threadIdx.x; i < 16 * 64; i += 128) b[i] = __float2bfloat16(2.0f);
+    fence_async();
+    __syncthreads();
+    float d[8];
+    wgmma_fence();
+    wgmma_m64n16k16<0, 0>(d, desc_128b(smem(a), 16, 1024), desc_128b(smem(b), 16, 1024), 0);
+    wgmma_commit();
+    if (!Bad) wgmma_wait<0>();
+    __syncthreads();
+    b[threadIdx.x] = __float2bfloat16(3.0f);
+    if (Bad) wgmma_wait<0>();
+    for (int i = 0; i < 8; i++) out[threadIdx.x * 8 + i] = d[i];
+}
+PAIR(wgmma_operand, (float* out), (out))
