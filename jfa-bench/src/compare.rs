@@ -189,16 +189,49 @@ impl Output<'_> {
             difference / norm
         };
         let limit = if cancelled { 1e-6 } else { allowed };
-        let wrong = (relative > limit).then(|| {
+        let wrong = if relative > limit {
             let (_, b, i, g, e) = worst;
             let unit = if cancelled { " (of the terms' norm: the exact result is 0 or nearly)" } else { "" };
-            format!(
+            Some(format!(
                 "{}: relative error {relative:.2e}{unit}, allowed {limit:.1e}; worst at {}: {g} instead of {e:.7}",
                 self.name,
                 self.place(b, i)
-            )
-        });
+            ))
+        } else if cancelled {
+            None
+        } else {
+            self.outliers(allowed, natural)
+        };
         (Some(relative), wrong)
+    }
+
+    /// A norm over many elements hides a few that are wrong: none may be off by more than sixteen times the allowance,
+    /// taken of its own size or of its sequence's root mean square, whichever is larger.
+    fn outliers(&self, allowed: f64, natural: f64) -> Option<String> {
+        let count: usize = self.got.iter().map(Vec::len).sum();
+        // What fp32 leaves where terms cancel.
+        let floor = 1e-5 * natural / (count as f64).sqrt();
+        let mut found: Option<(usize, f64, String)> = None;
+        for (b, (got, expected)) in self.got.iter().zip(self.expected).enumerate() {
+            let square = expected.iter().filter(|e| e.is_finite()).map(|e| e * e).sum::<f64>();
+            let typical = (square / expected.len().max(1) as f64).sqrt();
+            for (i, (g, e)) in got.iter().zip(expected).enumerate() {
+                let off = (f64::from(*g) - e).abs();
+                if !off.is_finite() || off <= 16.0 * allowed * e.abs().max(typical) + floor {
+                    continue;
+                }
+                let (n, worst, text) = found.take().unwrap_or_default();
+                found = Some(if off > worst {
+                    (n + 1, off, format!("{}: {g} instead of {e:.7}", self.place(b, i)))
+                } else {
+                    (n + 1, worst, text)
+                });
+            }
+        }
+        found.map(|(n, _, worst)| {
+            let elements = if n == 1 { "element" } else { "elements" };
+            format!("{}: {n} {elements} far off although the norm of the error is small; worst at {worst}", self.name)
+        })
     }
 }
 

@@ -23,7 +23,7 @@ use crate::scenario::Scenario;
 use crate::workload::parse_dtype;
 
 /// Arguments of `check`.
-#[derive(Args, Debug)]
+#[derive(Args, Debug, Default)]
 pub struct CheckArgs {
     /// Backend: a name, a variant (`cpu:4`) or the path of a plugin; by default what JFA_BACKEND or `auto` chooses.
     #[arg(long, value_name = "NAME")]
@@ -106,11 +106,11 @@ pub struct Finished {
 }
 
 /// What cases are made for: types and the dimension of those that are not about dimensions.
-pub struct Axes {
+struct Axes {
     /// Element types.
-    pub dtypes: Vec<DType>,
+    dtypes: Vec<DType>,
     /// Head dimension.
-    pub dim: i64,
+    dim: i64,
 }
 
 impl Axes {
@@ -142,13 +142,25 @@ impl Axes {
     }
 }
 
+/// The cases that `args` ask for, for a backend of these capabilities.
+pub fn cases(args: &CheckArgs, caps: &Capabilities) -> Result<Vec<Case>> {
+    let mut cases = cases::all(&Axes::new(args, caps)?, caps);
+    let wanted = |name: &str| args.filter.is_empty() || args.filter.iter().any(|f| name.contains(f.as_str()));
+    cases.retain(|c| wanted(&c.name) && (c.quick || !args.quick));
+    Ok(cases)
+}
+
+/// Runs a case.
+pub fn run_case(context: &Context, case: &Case) -> Finished {
+    let start = Instant::now();
+    let outcome = caught(|| (case.work)(context));
+    Finished { name: case.name.clone(), section: case.section, outcome, time: start.elapsed() }
+}
+
 /// Runs the command; `Ok(true)` when no case failed.
 pub fn check(args: &CheckArgs) -> Result<bool> {
     let backend = crate::backends::select(args.backend.as_deref())?;
-    let axes = Axes::new(args, backend.capabilities())?;
-    let mut cases = cases::all(&axes, backend.capabilities());
-    let wanted = |name: &str| args.filter.is_empty() || args.filter.iter().any(|f| name.contains(f.as_str()));
-    cases.retain(|c| wanted(&c.name) && (c.quick || !args.quick));
+    let cases = cases(args, backend.capabilities())?;
     if args.list {
         for c in &cases {
             println!("{}  (section {}{})", c.name, c.section, if c.quick { ", quick" } else { "" });
@@ -171,9 +183,7 @@ pub fn check(args: &CheckArgs) -> Result<bool> {
     let mut finished = Vec::new();
     for case in cases {
         progress.set_message(case.name.clone());
-        let start = Instant::now();
-        let outcome = caught(|| (case.work)(&context));
-        let done = Finished { name: case.name, section: case.section, outcome, time: start.elapsed() };
+        let done = run_case(&context, &case);
         if !to_stdout {
             progress.suspend(|| report::line(&done, args.quiet));
         }
