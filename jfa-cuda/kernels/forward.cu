@@ -27,6 +27,9 @@
 #ifndef JFA_ENTRY
 #define JFA_ENTRY jfa_forward_128_bf16
 #endif
+#ifndef JFA_SUBTRACT
+#define JFA_SUBTRACT 0
+#endif
 
 namespace jfa {
 namespace {
@@ -41,6 +44,7 @@ constexpr bool has_half = kv_tile == 128;                  // loads come in boxe
 constexpr int q_stages = head_dim <= 128 ? 2 : 1;
 constexpr int slots = head_dim <= 64 ? 8 : 4;
 constexpr int consumers = 2;
+constexpr bool subtract = JFA_SUBTRACT;                    // variant g1: see `surplus` below
 constexpr bool early = head_dim <= 128;                    // next product before this epilogue: two blocks' state in registers
 constexpr int o_chunks = chunks < 2 ? chunks : 2;          // staged at a time
 
@@ -308,21 +312,24 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         }
     };
 
-    // Masks what the diagonal, the window's edge or the sequence's end cuts off tile j.
-    const auto mask = [&](const Block& b, int j) {
+    const auto prescale = [&] {
         if (p.has_prescale) {
 #pragma unroll
             for (int i = 0; i < kv_tile / 2; ++i) s[i] *= p.prescale;
         }
-        if (j < b.whole_begin || j >= b.whole_end) {
-            // One bit for each of this thread's columns of a row: pairs of neighbours, eight columns apart.
+    };
+    const auto is_cut = [&](const Block& b, int j) { return j < b.whole_begin || j >= b.whole_end; };
+    // One bit for each of this thread's columns of a row that are keys before `key`: pairs of neighbours, eight columns apart.
+    const auto bits_before = [](int key) {
+        const int n = 2 * (key >> 3) + min(key & 7, 2);
+        return key <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
+    };
+    // Masks what the diagonal, the window's edge or the sequence's end cuts off tile j.
+    const auto mask = [&](const Block& b, int j) {
+        if (is_cut(b, j)) {
+            const int key0 = (b.tile0 + j) * kv_tile + column;
             const auto visible = [&](int i) {
-                const int key0 = (b.tile0 + j) * kv_tile + column;
-                const auto below = [](int key) {  // bits of the columns before `key`
-                    const int n = 2 * (key >> 3) + min(key & 7, 2);
-                    return key <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
-                };
-                return below(end_key(p.mask, i, b.shift, b.kv_len) - key0) & ~below(first_key(p.mask, i, b.shift) - key0);
+                return bits_before(end_key(p.mask, i, b.shift, b.kv_len) - key0) & ~bits_before(first_key(p.mask, i, b.shift) - key0);
             };
             const uint32_t bits_a = visible(b.first + i_a), bits_b = visible(b.first + i_b);
 #pragma unroll
@@ -385,31 +392,72 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
     };
     constexpr int all_groups = kv_tile / 8, half_groups = has_half ? all_groups / 2 : all_groups;  // of eight columns
 
+    // Generation 1 of the kernels: the last tile of a sequence is not masked. Keys past the end are zeros, so their scores are 0, their
+    // values add nothing to o, and each adds exp(0 - maximum) to the sum, which is taken off again. Exact algebra; in floating point
+    // the sum loses log2(surplus / rest) bits, so the rest of every row must be at least 1/256 of its surplus (an error of 2^-16),
+    // or the tile is masked after all. Takes the surplus off and returns whether that was safe for every row of the warp.
+    const auto surplus_removed = [&](const Block& b, int j, bool half, float& tile_a, float& tile_b) {
+        const int end = b.kv_len - (b.tile0 + j) * kv_tile, width = half ? kv_tile / 2 : kv_tile;
+        const uint32_t in_play = half ? (1u << half_groups * 2) - 1 : static_cast<uint32_t>((1ull << all_groups * 2) - 1);
+        const float mine = static_cast<float>(__popc(in_play & ~bits_before(end - column))), all = static_cast<float>(width - end);
+        const float one_a = ptx::exp2_approx(-max_a * scale_log2), one_b = ptx::exp2_approx(-max_b * scale_log2);
+        tile_a = fmaf(-mine, one_a, tile_a);
+        tile_b = fmaf(-mine, one_b, tile_b);
+        float rest_a = tile_a, rest_b = tile_b;
+#pragma unroll
+        for (int d = 1; d < 4; d *= 2) {
+            rest_a += __shfl_xor_sync(~0u, rest_a, d);
+            rest_b += __shfl_xor_sync(~0u, rest_b, d);
+        }
+        return !__any_sync(~0u, all * one_a > 256.0f * rest_a || all * one_b > 256.0f * rest_b);
+    };
+    const bool may_subtract = subtract && p.mask.left < 0 && p.mask.right < 0;
+
     // Softmax of a block's first tile: the maximum, then the exponentials.
     const auto first_softmax = [&](const Block& b, int j, bool half) {
+        const auto all = [&] {
+            float shrink_a, shrink_b, top_a = -INFINITY, top_b = -INFINITY;
+            max_a = max_b = -INFINITY;
+            sum_a = sum_b = 0.0f;
+            maxima(0, half_groups, top_a, top_b);
+            if (has_half && !half) maxima(half_groups, all_groups, top_a, top_b);
+            move_maxima(top_a, top_b, shrink_a, shrink_b);
+            exponentials(0, half_groups, sum_a, sum_b);
+            if (has_half && !half) exponentials(half_groups, all_groups, sum_a, sum_b);
+        };
+        prescale();
+        if (subtract && may_subtract && is_cut(b, j)) {
+            all();
+            if (surplus_removed(b, j, half, sum_a, sum_b)) return;
+        }
         mask(b, j);
-        float shrink_a, shrink_b;
-        max_a = max_b = -INFINITY;
-        sum_a = sum_b = 0.0f;
-        float top_a = -INFINITY, top_b = -INFINITY;
-        maxima(0, half_groups, top_a, top_b);
-        if (has_half && !half) maxima(half_groups, all_groups, top_a, top_b);
-        move_maxima(top_a, top_b, shrink_a, shrink_b);
-        exponentials(0, half_groups, sum_a, sum_b);
-        if (has_half && !half) exponentials(half_groups, all_groups, sum_a, sum_b);
+        all();
     };
     // Softmax of a later tile: exponentials against the maximum so far, beside them this tile's maxima; in the rare case that the
     // maximum moves for a row of this warp, once more against the new one. (Knowing the maximum first costs its latency each time.)
     const auto next_softmax = [&](const Block& b, int j, bool half) {
-        mask(b, j);
-        float top_a = -INFINITY, top_b = -INFINITY, tile_a = 0.0f, tile_b = 0.0f;
-        maxima(0, half_groups, top_a, top_b);
-        exponentials(0, half_groups, tile_a, tile_b);
-        if (has_half && !half) {
-            maxima(half_groups, all_groups, top_a, top_b);
-            exponentials(half_groups, all_groups, tile_a, tile_b);
+        float top_a, top_b, tile_a, tile_b;
+        const auto all = [&] {
+            top_a = top_b = -INFINITY;
+            tile_a = tile_b = 0.0f;
+            maxima(0, half_groups, top_a, top_b);
+            exponentials(0, half_groups, tile_a, tile_b);
+            if (has_half && !half) {
+                maxima(half_groups, all_groups, top_a, top_b);
+                exponentials(half_groups, all_groups, tile_a, tile_b);
+            }
+            return __any_sync(~0u, moves(top_a, max_a) || moves(top_b, max_b));
+        };
+        prescale();
+        if (subtract && may_subtract && is_cut(b, j)) {
+            if (!all() && surplus_removed(b, j, half, tile_a, tile_b)) {
+                sum_a += tile_a;
+                sum_b += tile_b;
+                return;
+            }
         }
-        if (__any_sync(~0u, moves(top_a, max_a) || moves(top_b, max_b))) {
+        mask(b, j);
+        if (all()) {
             float shrink_a, shrink_b;
             move_maxima(top_a, top_b, shrink_a, shrink_b);
             tile_a = tile_b = 0.0f;
