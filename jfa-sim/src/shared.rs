@@ -76,8 +76,6 @@ pub(crate) enum Wrong {
     },
     /// Not fenced between the proxies.
     Proxy,
-    /// Never written.
-    Uninitialised,
     /// The bytes of an mbarrier.
     Barrier,
 }
@@ -136,12 +134,18 @@ impl Shared {
         None
     }
 
-    /// Notes a read of `[off, off + len)` and says what is wrong with it.
-    pub(crate) fn note_read(&mut self, off: usize, len: usize, a: &Access<'_>, readers: &mut Readers) -> Option<(usize, Wrong)> {
+    /// Notes a read of `[off, off + len)` and says what is wrong with it, and where it met bytes that nothing wrote.
+    pub(crate) fn note_read(
+        &mut self,
+        off: usize,
+        len: usize,
+        a: &Access<'_>,
+        readers: &mut Readers,
+    ) -> (Option<(usize, Wrong)>, Option<usize>) {
         if !self.checks {
-            return None;
+            return (None, None);
         }
-        let mut wrong = None;
+        let (mut wrong, mut unwritten) = (None, None);
         let (mut last_set, mut last_id) = (u32::MAX, 0);
         for i in off / GRAIN..(off + len).div_ceil(GRAIN) {
             let m = Self::mask(i, off, off + len);
@@ -149,13 +153,13 @@ impl Shared {
             if wrong.is_none() {
                 wrong = if g.flags & BARRIER != 0 {
                     Some((i * GRAIN, Wrong::Barrier))
-                } else if let Some(w) = Self::check_order(g, m, a) {
-                    Some((i * GRAIN, w))
-                } else if g.init & m != m {
-                    Some((i * GRAIN, Wrong::Uninitialised))
                 } else {
-                    None
+                    Self::check_order(g, m, a).map(|w| (i * GRAIN, w))
                 };
+                // Bytes in flight are reported as such.
+                if wrong.is_none() && g.init & m != m {
+                    unwritten = unwritten.or(Some(i * GRAIN));
+                }
             }
             if g.readers != last_set {
                 last_set = g.readers;
@@ -164,7 +168,25 @@ impl Shared {
             g.readers = last_id;
             g.r_mask |= m;
         }
-        wrong
+        (wrong, unwritten)
+    }
+
+    /// Whether all bytes of the range were written.
+    pub(crate) fn written(&self, off: usize, len: usize) -> bool {
+        !self.checks || (off / GRAIN..(off + len).div_ceil(GRAIN)).all(|i| {
+            let m = Self::mask(i, off, off + len);
+            self.shadow[i].init & m == m
+        })
+    }
+
+    /// The range holds a value that comes from bytes nothing wrote.
+    pub(crate) fn forget(&mut self, off: usize, len: usize) {
+        if self.checks {
+            for i in off / GRAIN..(off + len).div_ceil(GRAIN) {
+                let m = Self::mask(i, off, off + len);
+                self.shadow[i].init &= !m;
+            }
+        }
     }
 
     /// Checks a write of `[off, off + len)` without noting it.
@@ -265,10 +287,11 @@ mod tests {
         k1.all.set(1, 1);
         assert!(s.check_write(0, 8, &at(0, 1, &k0), &r).is_none());
         s.note_write(0, 8, &at(0, 1, &k0));
-        assert_eq!(s.note_read(0, 4, &at(1, 1, &k1), &mut r), Some((0, Wrong::Unordered { slot: 0, was_write: true })));
+        let race = Wrong::Unordered { slot: 0, was_write: true };
+        assert_eq!(s.note_read(0, 4, &at(1, 1, &k1), &mut r), (Some((0, race)), None));
         k1.join(&k0);
-        assert_eq!(s.note_read(4, 4, &at(1, 1, &k1), &mut r), None);
-        assert_eq!(s.note_read(8, 4, &at(1, 1, &k1), &mut r), Some((8, Wrong::Uninitialised)));
+        assert_eq!(s.note_read(4, 4, &at(1, 1, &k1), &mut r), (None, None));
+        assert_eq!(s.note_read(8, 4, &at(1, 1, &k1), &mut r), (None, Some(8)));
         assert_eq!(s.check_write(4, 4, &at(0, 1, &k0), &r), Some((4, Wrong::Unordered { slot: 1, was_write: false })));
         k0.join(&k1);
         assert_eq!(s.check_write(4, 4, &at(0, 1, &k0), &r), None);
@@ -291,10 +314,10 @@ mod tests {
         k.all.set(0, 1);
         s.note_write(0, 16, &at(0, 1, &k));
         let a = Access { slot: 3, clock: 1, know: &k, is_async: true, atomic: false };
-        assert_eq!(s.note_read(0, 16, &a, &mut r), Some((0, Wrong::Proxy)));
+        assert_eq!(s.note_read(0, 16, &a, &mut r).0, Some((0, Wrong::Proxy)));
         let mut k2 = k.clone();
         k2.fenced.join(&k.all);
         let a = Access { slot: 3, clock: 1, know: &k2, is_async: true, atomic: false };
-        assert_eq!(s.note_read(0, 16, &a, &mut r), None);
+        assert_eq!(s.note_read(0, 16, &a, &mut r).0, None);
     }
 }

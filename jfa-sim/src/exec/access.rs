@@ -89,15 +89,12 @@ impl<'a> Cluster<'a> {
         None
     }
 
-    /// Reads `out.len()` bytes.
-    pub(crate) fn read(&mut self, w: &Warp, lane: u32, loc: Loc<'a>, out: &mut [u8]) {
+    /// Reads `out.len()` bytes; true if some of them were never written.
+    pub(crate) fn read(&mut self, w: &Warp, lane: u32, loc: Loc<'a>, out: &mut [u8]) -> bool {
         match loc {
             Loc::Global(a, off) => {
                 a.read(off, out);
                 let (and, or) = a.shadow(off, out.len());
-                if and & INIT == 0 {
-                    self.report(w, lane, Kind::Uninitialised, Some(a.base() + off as u64), format!("{} bytes of device memory", out.len()));
-                }
                 if or & PENDING != 0 {
                     self.report(
                         w,
@@ -108,19 +105,48 @@ impl<'a> Cluster<'a> {
                     );
                 }
                 self.counters.global_read += out.len() as u64;
+                self.l.cfg.detect && and & INIT == 0 && or & PENDING == 0
             }
             Loc::Shared(cta, off) => {
                 out.copy_from_slice(&self.ctas[cta].smem.data[off..off + out.len()]);
                 self.counters.shared_read += out.len() as u64;
-                self.note_shared_read(w, lane, cta, off, out.len(), w.index as u32, w.clock(), false, false);
+                self.note_shared_read(w, lane, cta, off, out.len(), w.index as u32, w.clock(), false, false).is_some()
             }
             Loc::Local(off) => {
                 out.copy_from_slice(&w.local[off..off + out.len()]);
-                if !w.local_init.is_empty() && !w.local_init[off..off + out.len()].iter().all(|&b| b) {
-                    self.report(w, lane, Kind::Uninitialised, None, format!("{} bytes of local memory", out.len()));
-                }
+                !w.local_init.is_empty() && !w.local_init[off..off + out.len()].iter().all(|&b| b)
             }
-            Loc::Param(off) => out.copy_from_slice(&self.l.params[off..off + out.len()]),
+            Loc::Param(off) => {
+                out.copy_from_slice(&self.l.params[off..off + out.len()]);
+                false
+            }
+        }
+    }
+
+    /// As [`Cluster::read`], where bytes that nothing wrote are a fault at once.
+    pub(crate) fn read_written(&mut self, w: &Warp, lane: u32, loc: Loc<'a>, addr: u64, out: &mut [u8]) {
+        if self.read(w, lane, loc, out) {
+            self.report(w, lane, Kind::Uninitialised, Some(addr), format!("a read of {} bytes, some of which nothing wrote", out.len()));
+        }
+    }
+
+    /// Whether `len` bytes at `at` beyond `loc` were written.
+    pub(crate) fn written(&self, w: &Warp, loc: Loc<'a>, at: usize, len: usize) -> bool {
+        match loc {
+            Loc::Global(a, off) => a.shadow(off + at, len).0 & INIT != 0,
+            Loc::Shared(cta, off) => self.ctas[cta].smem.written(off + at, len),
+            Loc::Local(off) => w.local_init.is_empty() || w.local_init[off + at..off + at + len].iter().all(|&b| b),
+            Loc::Param(_) => true,
+        }
+    }
+
+    /// `len` bytes at `at` beyond `loc` were just stored, but hold a value that nothing wrote.
+    pub(crate) fn forget(&mut self, w: &mut Warp, loc: Loc<'a>, at: usize, len: usize) {
+        match loc {
+            Loc::Global(a, off) => a.mark(off + at, len, 0, INIT),
+            Loc::Shared(cta, off) => self.ctas[cta].smem.forget(off + at, len),
+            Loc::Local(off) if !w.local_init.is_empty() => w.local_init[off + at..off + at + len].fill(false),
+            _ => {}
         }
     }
 
@@ -163,7 +189,8 @@ impl<'a> Cluster<'a> {
         self.l.activity.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }
 
-    /// Checks and notes a read of shared memory by a thread, or by asynchronous work of its warp.
+    /// Checks and notes a read of shared memory by a thread, or by asynchronous work of its warp. What a thread reads
+    /// without anyone having written it is left to the caller, as the offset returned.
     #[expect(clippy::too_many_arguments, reason = "one call site per kind of reader; a struct would say the same")]
     pub(crate) fn note_shared_read(
         &mut self,
@@ -176,11 +203,18 @@ impl<'a> Cluster<'a> {
         clock: u32,
         is_async: bool,
         atomic: bool,
-    ) {
+    ) -> Option<usize> {
         let a = Access { slot, clock, know: &w.know, is_async, atomic };
-        if let Some((at, wrong)) = self.ctas[cta].smem.note_read(off, len, &a, &mut self.readers) {
+        let (wrong, unwritten) = self.ctas[cta].smem.note_read(off, len, &a, &mut self.readers);
+        if let Some((at, wrong)) = wrong {
             self.report_wrong(w, lane, cta, at, wrong, "read", is_async);
         }
+        if let (Some(at), true) = (unwritten, is_async || atomic) {
+            let by = if is_async { "an asynchronous read" } else { "an atomic" };
+            let addr = self.shared_addr(cta, at);
+            self.report(w, lane, Kind::Uninitialised, Some(addr), format!("{by} of shared memory that nothing wrote"));
+        }
+        unwritten
     }
 
     /// Checks and notes a write of shared memory by a thread.
@@ -233,9 +267,6 @@ impl<'a> Cluster<'a> {
                 addr,
                 format!("{by}{verb} of shared memory that threads wrote without fence.proxy.async in between"),
             ),
-            Wrong::Uninitialised => {
-                self.report(w, lane, Kind::Uninitialised, addr, format!("{by}{verb} of shared memory that nothing wrote"));
-            }
             Wrong::Barrier => {
                 self.report(w, lane, Kind::Mbarrier, addr, format!("{by}{verb} of the bytes of an mbarrier as data"));
             }

@@ -312,7 +312,7 @@ impl Cluster<'_> {
             for (r, row) in rows.iter_mut().enumerate() {
                 let lane = (m * 8 + r) as u32;
                 if let Some(loc) = self.resolve(w, lane, Space::Shared, addrs[lane as usize], 16, 16) {
-                    self.read(w, lane, loc, row);
+                    self.read_written(w, lane, loc, addrs[lane as usize], row);
                 }
             }
             let half = |r: usize, c: usize| u64::from(u16::from_le_bytes([rows[r][2 * c], rows[r][2 * c + 1]]));

@@ -118,6 +118,9 @@ impl<'a> Cluster<'a> {
             if (!w.products.is_empty() || w.tmem_loads > 0) && !matches!(inst.op, Op::Wgmma(_) | Op::WgmmaWait(_)) {
                 self.check_busy(w, pc);
             }
+            if w.undefined_from.is_some() {
+                self.check_undefined(w, inst, pc, mask);
+            }
             let next = self.step(w, inst, pc, mask);
             match next {
                 Next::Step | Next::Yield => {
@@ -196,6 +199,65 @@ impl<'a> Cluster<'a> {
                 self.tcgen_finish_loads(w);
             }
             None => {}
+        }
+    }
+
+    /// Follows values that nothing wrote through arithmetic, and reports what depends on them.
+    fn check_undefined(&mut self, w: &mut Warp, inst: &Inst, pc: u32, mask: u32) {
+        let k = self.l.kernel;
+        let (a, b) = (k.use_start[pc as usize] as usize, k.use_start[pc as usize + 1] as usize);
+        let (mut from, mut reg) = (0, NONE);
+        let stored_only = |r: u32| match &inst.op {
+            Op::St { addr, .. } => !matches!(addr.base, Src::Reg(x) if x == r),
+            _ => false,
+        };
+        for &u in &k.uses[a..b] {
+            if u >> 31 == 0 && !stored_only(u) {
+                let bad = w.undefined[u as usize] & mask;
+                if bad != 0 {
+                    from |= bad;
+                    reg = u;
+                }
+            }
+        }
+        let follows = matches!(
+            inst.op,
+            Op::A1(..)
+                | Op::A2(..)
+                | Op::A3(..)
+                | Op::Mov(..)
+                | Op::Lop3 { p: None, .. }
+                | Op::Bfi { .. }
+                | Op::Selp(..)
+                | Op::Pack(..)
+                | Op::Unpack(..)
+                | Op::Cvt(..)
+                | Op::CvtPack(..)
+                | Op::CvtaShared { .. }
+                | Op::CvtaWindow { .. }
+        );
+        // A selection depends on what it selects only.
+        if let (Op::Selp(_, x, y, p), true) = (&inst.op, from != 0) {
+            let p = self.pred(w, *p);
+            let of = |s: &Src| if let Src::Reg(r) = s { w.undefined[*r as usize] } else { 0 };
+            from = ((of(x) & p) | (of(y) & !p)) & mask;
+        }
+        for &u in &k.uses[a..b] {
+            if u >> 31 == 1 {
+                let r = (u & 0x7fff_ffff) as usize;
+                w.undefined[r] = (w.undefined[r] & !mask) | if follows { from } else { 0 };
+            }
+        }
+        if from != 0 && !follows {
+            let (line, addr) = w.undefined_from.unwrap_or((0, 0));
+            self.report(
+                w,
+                from.trailing_zeros(),
+                Kind::Uninitialised,
+                Some(addr),
+                format!("uses a value that PTX line {line} loaded from memory that nothing wrote"),
+            );
+            w.undefined[reg as usize] = 0;
         }
     }
 
@@ -678,7 +740,7 @@ impl<'a> Cluster<'a> {
                 let v = self.lane_src(w, *v, lane);
                 if let Some(loc) = self.resolve(w, lane, *space, at, 128, 128) {
                     let mut bytes = [0u8; 128];
-                    self.read(w, lane, loc, &mut bytes);
+                    self.read_written(w, lane, loc, at, &mut bytes);
                     match TensorMap::replace(&mut bytes, *field, v) {
                         Ok(()) => self.write(w, lane, loc, &bytes),
                         Err(e) => self.report(w, lane, Kind::BadOperand, Some(at), e.to_string()),
@@ -692,7 +754,7 @@ impl<'a> Cluster<'a> {
                 let to = self.resolve(w, lane, Space::Global, d, 128, 128);
                 if let (Some(from), Some(to)) = (from, to) {
                     let mut bytes = [0u8; 128];
-                    self.read(w, lane, from, &mut bytes);
+                    self.read_written(w, lane, from, s, &mut bytes);
                     self.write(w, lane, to, &bytes);
                 }
             }
@@ -857,23 +919,24 @@ impl<'a> Cluster<'a> {
         let total = bytes * d.len();
         let mut buf = [0u8; 64];
         let mut out = [[0u64; 32]; 8];
+        let mut undefined = [0u32; 8];
         let mut shared = false;
         for lane in 0..32usize {
             if mask >> lane & 1 == 0 {
                 continue;
             }
-            let n = match self.resolve(w, lane as u32, space, addrs[lane], total, total.next_power_of_two()) {
+            match self.resolve(w, lane as u32, space, addrs[lane], total, total.next_power_of_two()) {
                 Some(loc) => {
                     shared |= matches!(loc, Loc::Shared(..));
-                    self.read(w, lane as u32, loc, &mut buf[..total]);
-                    total
+                    if self.read(w, lane as u32, loc, &mut buf[..total]) {
+                        w.undefined_from = Some((w.line, addrs[lane]));
+                        for (k, u) in undefined.iter_mut().enumerate().take(d.len()) {
+                            *u |= u32::from(!self.written(w, loc, k * bytes, bytes)) << lane;
+                        }
+                    }
                 }
-                None => {
-                    buf[..total].fill(0xff);
-                    total
-                }
-            };
-            debug_assert!(n <= 64);
+                None => buf[..total].fill(0xff),
+            }
             for k in 0..d.len() {
                 let mut v = [0u8; 8];
                 v[..bytes].copy_from_slice(&buf[k * bytes..(k + 1) * bytes]);
@@ -890,6 +953,10 @@ impl<'a> Cluster<'a> {
         }
         for (k, d) in d.iter().enumerate() {
             w.set(*d, mask, &out[k]);
+            if w.undefined_from.is_some() && *d != NONE {
+                let u = &mut w.undefined[*d as usize];
+                *u = (*u & !mask) | undefined[k];
+            }
         }
     }
 
@@ -908,6 +975,13 @@ impl<'a> Cluster<'a> {
             if let Some(loc) = self.resolve(w, lane as u32, space, addrs[lane], total, total.next_power_of_two()) {
                 shared |= matches!(loc, Loc::Shared(..));
                 self.write(w, lane as u32, loc, &buf[..total]);
+                if w.undefined_from.is_some() {
+                    for (k, s) in v.iter().enumerate() {
+                        if matches!(s, Src::Reg(r) if w.undefined[*r as usize] >> lane & 1 == 1) {
+                            self.forget(w, loc, k * bytes, bytes);
+                        }
+                    }
+                }
             }
         }
         if shared {

@@ -377,7 +377,7 @@ impl Cluster<'_> {
                                 format!("{what} of tensor memory is not ordered after its last write (no commit, mbarrier wait or tcgen05.wait::st in between)"),
                                 Kind::TensorOrder,
                             ));
-                        } else if w.tensor_view.get(c.w_slot) < c.w_clock {
+                        } else if self.l.cfg.tensor_fences && w.tensor_view.get(c.w_slot) < c.w_clock {
                             wrong = Some((
                                 format!("{what} of tensor memory written by others without tcgen05.fence::after_thread_sync in between"),
                                 Kind::TensorOrder,
@@ -385,8 +385,7 @@ impl Cluster<'_> {
                         }
                     }
                     if write && wrong.is_none() {
-                        if let Some(r) = c.readers.iter().find(|r| r.0 != mine && r.0 != slot && w.know.all.get(r.0) < r.1) {
-                            let _ = r;
+                        if c.readers.iter().any(|r| r.0 != mine && r.0 != slot && w.know.all.get(r.0) < r.1) {
                             wrong = Some((
                                 format!("{what} of tensor memory is not ordered after an earlier read (tcgen05.wait::ld and a barrier, or a commit)"),
                                 Kind::TensorOrder,
@@ -447,7 +446,7 @@ impl Cluster<'_> {
         // What the product reads from shared memory.
         let mut touched: Vec<(usize, usize)> = vec![];
         let mut failed = None;
-        for (i, &c) in m.ctas.iter().enumerate() {
+        for &c in &m.ctas {
             let data = &self.ctas[c].smem.data;
             let mut scan = |desc: u64, mn: bool, rows: usize| -> Result<(), String> {
                 let d = Descriptor::blackwell(desc)?;
@@ -462,7 +461,6 @@ impl Cluster<'_> {
             if let Err(e) = r {
                 failed = Some(e);
             }
-            let _ = i;
         }
         if let Some(e) = failed {
             self.report(w, lane, Kind::BadOperand, None, e);
@@ -657,9 +655,7 @@ impl Cluster<'_> {
         w.tmem_load_seq += 1;
         let (slot, seq) = (self.tmem_load_slot(w.index), w.tmem_load_seq);
         let bands = bands_of(shape, lane);
-        let own = self.tmem_store_slot(w.index);
         self.touch_cells(w, 0, w.cta, &bands, col, cols, false, slot, seq, NONE, "tcgen05.ld");
-        let _ = own;
         let data = &self.ctas[w.cta].tmem.data;
         let mut values = vec![[0u64; 32]; regs];
         for (i, v) in values.iter_mut().enumerate() {

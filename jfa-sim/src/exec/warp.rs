@@ -108,6 +108,10 @@ pub(crate) struct Warp {
     /// What `tcgen05.fence::after_thread_sync` let it see.
     pub tensor_view: TensorView,
     pub cluster_arrived: bool,
+    /// Lanes of each register whose value comes from memory that nothing wrote.
+    pub undefined: Vec<u32>,
+    /// Some register had such a value; and where the last one was loaded: line and address.
+    pub undefined_from: Option<(u32, u64)>,
     /// Progress of the cluster when a blocking wait last gave up.
     pub gave_up: u64,
 }
@@ -159,6 +163,8 @@ impl Warp {
             tmem_store_seq: 0,
             tensor_view: TensorView::default(),
             cluster_arrived: false,
+            undefined: vec![0; k.regs as usize],
+            undefined_from: None,
             gave_up: u64::MAX,
         }
     }
