@@ -43,7 +43,12 @@ fn cases() -> Vec<Case> {
             bias: BiasCase::Dense { native: false, row_align: 16, shared_by_heads: true },
             ..cross.clone()
         },
-        Case { kv_index: Some(vec![3, 3, 0, 7, 3, 3, 1, 0]), group: 2, mask: Mask::Causal(Alignment::TopLeft), ..cross },
+        Case {
+            kv_index: Some(vec![3, 3, 0, 7, 3, 3, 1, 0]),
+            group: 2,
+            mask: Mask::Causal(Alignment::TopLeft),
+            ..cross
+        },
         Case { broadcast: Some(19), group: 2, bias: BiasCase::Relative(40), ..case },
     ]
 }
@@ -62,10 +67,16 @@ fn every_instruction_set_meets_the_contract() {
 
 /// Rows that are divided: more keys than a chunk (480 at this dimension), more lanes than a stretch (1,536).
 fn long_cases() -> Vec<Case> {
-    let slots = |lengths: &[usize]| -> Vec<Slot> { (0..).zip(lengths).map(|(name, &len)| Slot::new(name, len)).collect() };
+    let slots =
+        |lengths: &[usize]| -> Vec<Slot> { (0..).zip(lengths).map(|(name, &len)| Slot::new(name, len)).collect() };
     let case = Case { heads_kv: 1, head_dim: 8, head_dim_v: 12, scale: 0.5, ..Case::new(&[]) };
     vec![
-        Case { queries: slots(&[40, 1700]), kv: slots(&[500, 1100]), mask: Mask::Causal(Alignment::BottomRight), ..case.clone() },
+        Case {
+            queries: slots(&[40, 1700]),
+            kv: slots(&[500, 1100]),
+            mask: Mask::Causal(Alignment::BottomRight),
+            ..case.clone()
+        },
         Case {
             queries: slots(&[600, 9]),
             kv: slots(&[600, 700]),
@@ -80,7 +91,13 @@ fn long_cases() -> Vec<Case> {
             bias: BiasCase::Alibi,
             ..case.clone()
         },
-        Case { queries: slots(&[0, 0]), kv: slots(&[700, 30]), broadcast: Some(50), bias: BiasCase::Relative(3), ..case },
+        Case {
+            queries: slots(&[0, 0]),
+            kv: slots(&[700, 30]),
+            broadcast: Some(50),
+            bias: BiasCase::Relative(3),
+            ..case
+        },
     ]
 }
 
@@ -122,8 +139,11 @@ struct Spot {
 fn what_is_not_finite_reaches_only_what_sees_it() {
     const ROWS: usize = 150;
     let spots = ["q", "k", "v", "d_o"].iter().flat_map(|&tensor| {
-        [(5, f32::NAN), (100, f32::NAN), (149, f32::NAN), (70, f32::INFINITY)]
-            .map(|(row, value)| Spot { tensor, row, value })
+        [(5, f32::NAN), (100, f32::NAN), (149, f32::NAN), (70, f32::INFINITY)].map(|(row, value)| Spot {
+            tensor,
+            row,
+            value,
+        })
     });
     let causal = Mask::Causal(Alignment::TopLeft);
     let window = Mask::Window { left: Some(20), right: Some(4), alignment: Alignment::TopLeft };

@@ -28,6 +28,12 @@ impl Pool {
         self.threads
     }
 
+    /// Whether helpers were made (or refused).
+    #[cfg(test)]
+    pub(super) fn started(&self) -> bool {
+        self.helpers.get().is_some()
+    }
+
     /// Calls `work(0) .. work(workers - 1)`, at once as far as there are threads, and returns when all have.
     pub(super) fn run(&self, workers: usize, work: &(dyn Fn(usize) + Sync)) {
         let helpers = if workers > 1 { self.helpers() } else { None };
