@@ -81,7 +81,7 @@ pub fn ab(args: &AbArgs) -> Result<bool> {
     }
     let shapes = args.workload.shapes()?;
     let (a, b) = (Side::new(&args.a)?, Side::new(&args.b)?);
-    let pool = Pool::new(parse_dtype(&args.workload.dtype)?, args.workload.seed);
+    let pool = Pool::new(parse_dtype(&args.workload.dtype)?, args.workload.seed, &shapes);
     let to_stdout = args.json.as_deref().is_some_and(|p| p.as_os_str() == "-");
     if !to_stdout {
         for (label, given, side) in [("A", &args.a, &a), ("B", &args.b, &b)] {
@@ -112,7 +112,8 @@ pub fn ab(args: &AbArgs) -> Result<bool> {
     let means: Vec<(Pass, Estimate)> = passes
         .iter()
         .filter_map(|pass| {
-            let groups: Vec<_> = comparisons.iter().filter(|c| c.pass == pass.name()).map(|c| c.ratios.clone()).collect();
+            let groups: Vec<_> =
+                comparisons.iter().filter(|c| c.pass == pass.name()).map(|c| c.ratios.clone()).collect();
             (!groups.is_empty()).then(|| (*pass, geometric_mean_of_medians(&groups)))
         })
         .collect();
@@ -211,8 +212,17 @@ fn both(
 }
 
 fn print(comparisons: &[Comparison], means: &[(Pass, Estimate)]) {
-    let mut table =
-        Table::new(&["shape", "pass", "A ms", "B ms", "speed of B (A = 1)", "95 % interval", "pairs", "error A", "error B"]);
+    let mut table = Table::new(&[
+        "shape",
+        "pass",
+        "A ms",
+        "B ms",
+        "speed of B (A = 1)",
+        "95 % interval",
+        "pairs",
+        "error A",
+        "error B",
+    ]);
     let error = |e: &Errors, pass: &str| {
         let value = if pass == Pass::Forward.name() { e.o } else { e.gradient() };
         value.map_or_else(|| "-".to_owned(), |v| format!("{v:.1e}"))

@@ -19,7 +19,7 @@ use crate::scenario::{BiasData, Inputs, Scenario};
 use crate::workload::Shape;
 
 /// Values that large tensors repeat: a prime number of them, so that rows do not.
-const POOL: usize = 4_194_301;
+const POOLS: [usize; 3] = [65_521, 1_048_573, 4_194_301];
 
 /// Standard normal values of one element type.
 pub struct Pool {
@@ -28,11 +28,17 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Draws the pool.
-    pub fn new(dtype: DType, seed: u64) -> Self {
+    /// Draws a pool for these shapes: as many values as their largest tensor has, up to a limit.
+    pub fn new(dtype: DType, seed: u64, shapes: &[Shape]) -> Self {
+        let elements = |s: &Shape| {
+            let (q, kv) = (s.q_tokens() * s.heads_q * s.head_dim, s.kv_tokens() * s.heads_kv * s.head_dim);
+            q.max(kv)
+        };
+        let largest = shapes.iter().map(elements).max().unwrap_or(0);
+        let size = POOLS.into_iter().find(|n| *n as i64 >= largest).unwrap_or(POOLS[2]);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let values: Vec<f32> = (0..POOL).map(|_| round(dtype, StandardNormal.sample(&mut rng))).collect();
-        let mut bytes = vec![0; POOL * dtype.size()];
+        let values: Vec<f32> = (0..size).map(|_| round(dtype, StandardNormal.sample(&mut rng))).collect();
+        let mut bytes = vec![0; size * dtype.size()];
         encode(dtype, &values, &mut bytes);
         Pool { dtype, bytes }
     }
@@ -44,7 +50,7 @@ impl Pool {
 
     /// Fills a buffer, starting at some element of the pool.
     fn fill(&self, buffer: &DeviceBuffer, start: usize) -> Result<()> {
-        let (mut at, mut from) = (0, start % POOL * self.dtype.size());
+        let (mut at, mut from) = (0, start * self.dtype.size() % self.bytes.len());
         while at < buffer.bytes() {
             let n = (self.bytes.len() - from).min(buffer.bytes() - at);
             buffer.upload(at, &self.bytes[from..from + n])?;
@@ -189,11 +195,8 @@ impl Bench {
         };
         let (q_starts, kv_starts) = (starts(&shape.q_lens), starts(&shape.kv_lens));
         let index_type = if kv_rows.max(o_rows) > i64::from(i32::MAX) { IndexType::I64 } else { IndexType::I32 };
-        let q_offsets = if shape.broadcast_q {
-            None
-        } else {
-            Some(Offsets { data: array(&q_starts, index_type)?, index_type })
-        };
+        let q_offsets =
+            if shape.broadcast_q { None } else { Some(Offsets { data: array(&q_starts, index_type)?, index_type }) };
         let kv_offsets = Offsets { data: array(&kv_starts, index_type)?, index_type };
         let kv_index = match &shape.kv_index {
             Some(index) => {
@@ -359,7 +362,8 @@ impl Bench {
         let within = groups.iter().take_while(|items| work(items) <= most_pairs).count().max(1).min(groups.len());
         groups.truncate(within);
         let n = groups.len();
-        let mut picks: Vec<usize> = [0, n / 3, n / 2, 2 * n / 3, n.saturating_sub(1)].into_iter().filter(|i| *i < n).collect();
+        let mut picks: Vec<usize> =
+            [0, n / 3, n / 2, 2 * n / 3, n.saturating_sub(1)].into_iter().filter(|i| *i < n).collect();
         // The first and the last sequence, wherever they stand in the order of work.
         let last = s.q_lens.len().wrapping_sub(1);
         picks.extend(groups.iter().position(|items| items.contains(&0)));

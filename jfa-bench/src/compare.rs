@@ -61,17 +61,10 @@ pub struct Errors {
 impl Errors {
     /// Name and value of what was measured.
     pub fn list(&self) -> Vec<(&'static str, f64)> {
-        [
-            ("o", self.o),
-            ("lse", self.lse),
-            ("dq", self.dq),
-            ("dk", self.dk),
-            ("dv", self.dv),
-            ("dbias", self.dbias),
-        ]
-        .into_iter()
-        .filter_map(|(name, e)| e.map(|e| (name, e)))
-        .collect()
+        [("o", self.o), ("lse", self.lse), ("dq", self.dq), ("dk", self.dk), ("dv", self.dv), ("dbias", self.dbias)]
+            .into_iter()
+            .filter_map(|(name, e)| e.map(|e| (name, e)))
+            .collect()
     }
 
     /// The largest of the gradients'.
@@ -150,7 +143,7 @@ impl Output<'_> {
         for (b, (g, e)) in self.got.iter().zip(self.expected).enumerate() {
             assert_eq!(g.len(), e.len(), "{} of sequence {b}: result and oracle differ in size", self.name);
         }
-        let class = |x: f32| if x.is_nan() { 1 } else if x == f32::INFINITY { 2 } else if x == f32::NEG_INFINITY { 3 } else { 0 };
+        let class = |x: f32| (x.is_nan(), x == f32::INFINITY, x == f32::NEG_INFINITY);
         let mut wrong = self.pairs().filter(|(_, _, g, e)| class(*g) != class(round(self.dtype, *e as f32)));
         let (b, i, g, e) = wrong.next()?;
         let count = 1 + wrong.count();
@@ -238,14 +231,7 @@ impl Output<'_> {
 /// `o` and `lse` against the oracle.
 pub fn forward(s: &Scenario, got: &Outputs, expected: &Reference, tolerance: Tolerance) -> Verdict {
     let heads = s.heads_q as usize;
-    let o = Output {
-        name: "o",
-        got: &got.o,
-        expected: &expected.o,
-        dim: s.head_dim_v as usize,
-        heads,
-        dtype: s.dtype,
-    };
+    let o = Output { name: "o", got: &got.o, expected: &expected.o, dim: s.head_dim_v as usize, heads, dtype: s.dtype };
     let lse = Output { name: "lse", got: &got.lse, expected: &expected.lse, dim: 1, heads, dtype: DType::F32 };
     let mut verdict = Verdict::default();
     verdict.wrong.extend(o.positions());
@@ -263,7 +249,9 @@ pub fn forward(s: &Scenario, got: &Outputs, expected: &Reference, tolerance: Tol
         if error > tolerance.lse {
             let place = lse.place(b, i);
             let allowed = tolerance.lse;
-            verdict.wrong.push(format!("lse: absolute error {error:.2e}, allowed {allowed:.1e}, at {place}: {g} instead of {e:.7}"));
+            verdict.wrong.push(format!(
+                "lse: absolute error {error:.2e}, allowed {allowed:.1e}, at {place}: {g} instead of {e:.7}"
+            ));
         }
     }
     verdict
@@ -318,7 +306,13 @@ pub fn backward(s: &Scenario, inputs: &Inputs, got: &Outputs, expected: &Referen
         _ => 1.0,
     };
     verdict.wrong.extend(bias.positions());
-    let (error, wrong) = bias.frobenius(tolerance.gradient, ds * distance);
+    // A slope's or a table's gradient is a sum of signed terms over every pair of the batch, most of which cancel: fp32
+    // leaves more of its rounding there than in a sum over one sequence.
+    let allowed = match s.bias {
+        jfa_core::Bias::Dense { .. } => tolerance.gradient,
+        _ => tolerance.gradient.max(2e-5),
+    };
+    let (error, wrong) = bias.frobenius(allowed, ds * distance);
     verdict.errors.dbias = error;
     verdict.wrong.extend(wrong);
     verdict
@@ -334,8 +328,9 @@ pub fn bit_difference(
 ) -> Option<String> {
     let (hq, hkv) = (s.heads_q as usize, s.heads_kv as usize);
     let (d, dv) = (s.head_dim as usize, s.head_dim_v as usize);
-    let mut outputs: Vec<(&'static str, &[Vec<f32>], &[Vec<f32>], usize, usize)> =
-        vec![("o", &a.o, &b.o, dv, hq), ("lse", &a.lse, &b.lse, 1, hq)];
+    // Name, both results, elements of a head's row, heads.
+    type Pair<'a> = (&'static str, &'a [Vec<f32>], &'a [Vec<f32>], usize, usize);
+    let mut outputs: Vec<Pair> = vec![("o", &a.o, &b.o, dv, hq), ("lse", &a.lse, &b.lse, 1, hq)];
     if backward {
         outputs.extend([
             ("dq", &a.dq[..], &b.dq[..], d, hq),

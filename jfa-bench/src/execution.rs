@@ -226,8 +226,7 @@ impl Execution {
             Some(_) => None,
             None => Some(Offsets { data: array(&s.q_rows().1, q_index)?, index_type: q_index }),
         };
-        let q_lengths =
-            if lengths && s.broadcast_q.is_none() { Some(array(&s.q_lens, IndexType::I32)?) } else { None };
+        let q_lengths = if lengths && s.broadcast_q.is_none() { Some(array(&s.q_lens, IndexType::I32)?) } else { None };
         let kv_offsets = Offsets { data: array(&s.kv_rows().1, kv_index)?, index_type: kv_index };
         let kv_lengths = if lengths { Some(array(&s.kv_lens, IndexType::I32)?) } else { None };
         let index = match &s.kv_index {
@@ -454,14 +453,7 @@ impl Execution {
                 BiasData::Table(flat(a)[..size as usize].to_vec())
             }
         };
-        Ok(Outputs {
-            o: tensor(T::O)?,
-            lse,
-            dq: tensor(T::DQ)?,
-            dk: tensor(T::DK)?,
-            dv: tensor(T::DV)?,
-            dbias,
-        })
+        Ok(Outputs { o: tensor(T::O)?, lse, dq: tensor(T::DQ)?, dk: tensor(T::DK)?, dv: tensor(T::DV)?, dbias })
     }
 
     /// What was written where nothing may be written: guards, inputs, holes between heads and rows, and rows of no

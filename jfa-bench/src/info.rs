@@ -48,11 +48,8 @@ pub fn info(args: &InfoArgs) -> Result<()> {
         Ok(s) => json!({"backend": s.candidates[0].name(), "by": s.chosen_by}),
         Err(e) => json!({"error": e.to_string()}),
     };
-    let skipped: Vec<Value> = selection
-        .iter()
-        .flat_map(|s| &s.skipped)
-        .map(|s| json!({"name": s.name, "reason": s.reason}))
-        .collect();
+    let skipped: Vec<Value> =
+        selection.iter().flat_map(|s| &s.skipped).map(|s| json!({"name": s.name, "reason": s.reason})).collect();
     let variables: serde_json::Map<String, Value> = Environment::VARIABLES
         .iter()
         .map(|name| ((*name).to_owned(), environment.get(name).map_or(Value::Null, Value::from)))

@@ -135,7 +135,10 @@ fn paint<DB: DrawingBackend>(picture: &Picture, root: &DrawingArea<DB, Shift>, z
         let label = format!("{}x", (tick * 1000.0).round() / 1000.0);
         text(&label, at, bottom + 14, 14, QUIET, HPos::Center)?;
     }
-    root.draw(&PathElement::new([(z(x(1.0)), z(top - 6)), (z(x(1.0)), z(bottom))], QUIET.stroke_width(2 * zoom as u32)))?;
+    root.draw(&PathElement::new(
+        [(z(x(1.0)), z(top - 6)), (z(x(1.0)), z(bottom))],
+        QUIET.stroke_width(2 * zoom as u32),
+    ))?;
     text("B slower", x(1.0) - 10, top - 16, 13, QUIET, HPos::Right)?;
     text("B faster", x(1.0) + 10, top - 16, 13, QUIET, HPos::Left)?;
     text("speed of B, logarithmic (A = 1)", (left + right) / 2, bottom + 40, 14, QUIET, HPos::Center)?;

@@ -148,14 +148,19 @@ impl WorkloadArgs {
     /// Prints what there is.
     pub fn print_list(&self) -> Result<()> {
         let workloads = Workloads::load(self.workloads.as_deref())?;
-        let mut table = Table::new(&["shape", "sequences", "q tokens", "kv tokens", "heads", "dim", "mask", "GFLOP forward"]);
+        let mut table =
+            Table::new(&["shape", "sequences", "q tokens", "kv tokens", "heads", "dim", "mask", "GFLOP forward"]);
         for s in workloads.all()? {
             table.row(vec![
                 s.name.clone(),
                 count(s.q_lens.len() as i64),
                 count(s.q_tokens()),
                 count(s.kv_tokens()),
-                if s.heads_q == s.heads_kv { s.heads_q.to_string() } else { format!("{} on {}", s.heads_q, s.heads_kv) },
+                if s.heads_q == s.heads_kv {
+                    s.heads_q.to_string()
+                } else {
+                    format!("{} on {}", s.heads_q, s.heads_kv)
+                },
                 s.head_dim.to_string(),
                 s.mask.to_string(),
                 format!("{:.1}", s.forward_flops() / 1e9),
@@ -194,7 +199,7 @@ pub fn run(args: &RunArgs) -> Result<bool> {
     let shapes = args.workload.shapes()?;
     let backend = crate::backends::select(args.backend.as_deref())?;
     let memory = memory_of(&backend)?;
-    let pool = Pool::new(parse_dtype(&args.workload.dtype)?, args.workload.seed);
+    let pool = Pool::new(parse_dtype(&args.workload.dtype)?, args.workload.seed, &shapes);
     let to_stdout = args.json.as_deref().is_some_and(|p| p.as_os_str() == "-");
     if !to_stdout {
         println!("backend '{}': {}", backend.name(), backend.description());
@@ -202,7 +207,15 @@ pub fn run(args: &RunArgs) -> Result<bool> {
         println!("tensors: {}, standard normal, seed {}\n", args.workload.dtype, args.workload.seed);
     }
     let mut table = Table::new(&[
-        "shape", "pass", "sequences", "tokens", "padding avoided", "ms", "useful rate", "error", "checked",
+        "shape",
+        "pass",
+        "sequences",
+        "tokens",
+        "padding avoided",
+        "ms",
+        "useful rate",
+        "error",
+        "checked",
     ]);
     let mut results = Vec::new();
     let mut good = true;
@@ -341,10 +354,9 @@ fn one(
                 Pass::Backward => e.gradient(),
             }),
             errors: json!(errors),
-            checked: checked.as_ref().map_or_else(
-                || "no".to_owned(),
-                |c| format!("{} up to {}x{}", c.sequences, c.longest.0, c.longest.1),
-            ),
+            checked: checked
+                .as_ref()
+                .map_or_else(|| "no".to_owned(), |c| format!("{} up to {}x{}", c.sequences, c.longest.0, c.longest.1)),
             wrong: checked.as_ref().map_or_else(Vec::new, |c| c.verdict.wrong.clone()),
             plan: bench.plan().describe(),
         });

@@ -258,7 +258,10 @@ impl Workloads {
         if let Some(file) = &set.lengths {
             let n = self.lengths(file, set.take)?;
             if let Some([low, high]) = set.clip {
-                ensure!(n.iter().all(|x| (low..=high).contains(x)), "{file} has lengths outside clip = [{low}, {high}]");
+                ensure!(
+                    n.iter().all(|x| (low..=high).contains(x)),
+                    "{file} has lengths outside clip = [{low}, {high}]"
+                );
             }
             for (word, mask) in &masks {
                 out.push(shape((masks.len() > 1).then(|| word.clone()), n.clone(), n.clone(), *mask));
@@ -271,7 +274,8 @@ impl Workloads {
             let kv = uniform(requests, kv_max, set.seed);
             let q_len = set.q_len.as_ref().map_or(1, |q| q.to_vec()[0]);
             let mut s = shape(None, vec![q_len; requests * candidates], kv, masks[0].1);
-            s.kv_index = Some((0..requests * candidates).map(|b| i32::try_from(b / candidates)).collect::<Result<_, _>>()?);
+            s.kv_index =
+                Some((0..requests * candidates).map(|b| i32::try_from(b / candidates)).collect::<Result<_, _>>()?);
             return Ok(vec![s]);
         }
 
@@ -311,7 +315,8 @@ impl Workloads {
                 }
                 let base = shape(None, q_lens.clone(), kv_lens.clone(), *mask);
                 let named = |s: Shape, last: Option<String>| {
-                    let parts: Vec<_> = [Some(variant.clone()), last].into_iter().flatten().filter(|p| !p.is_empty()).collect();
+                    let parts: Vec<_> =
+                        [Some(variant.clone()), last].into_iter().flatten().filter(|p| !p.is_empty()).collect();
                     Shape { name: format!("{name}-{}", parts.join("-")), ..s }
                 };
                 if let Some(heads_kv) = &set.heads_kv {
@@ -321,7 +326,8 @@ impl Workloads {
                 } else if !set.heads_by_dim.is_empty() {
                     let mut by_dim: Vec<(i64, i64)> = Vec::new();
                     for (dim, heads) in &set.heads_by_dim {
-                        by_dim.push((dim.parse().with_context(|| format!("heads_by_dim has the key '{dim}'"))?, *heads));
+                        by_dim
+                            .push((dim.parse().with_context(|| format!("heads_by_dim has the key '{dim}'"))?, *heads));
                     }
                     by_dim.sort_unstable();
                     for (dim, heads) in by_dim {

@@ -12,15 +12,18 @@ use jfa_core::{
     ForwardArgs, HostMemory, Layout, LseView, Mask, MemorySpace, Problem, Requirements, Result, Stream, TensorView,
 };
 
+type AfterForward = fn(&Call, &ForwardArgs, usize);
+type AroundBackward = fn(&Call, &BackwardArgs) -> Box<dyn FnOnce()>;
+
 /// What is done to a plan's calls.
 #[derive(Clone, Default)]
 struct Sabotage {
     /// Another problem is computed instead.
     problem: Option<fn(&mut Problem)>,
     /// Runs after each forward.
-    after_forward: Option<fn(&Call, &ForwardArgs, usize)>,
+    after_forward: Option<AfterForward>,
     /// Runs around each backward: what it returns runs after it.
-    around_backward: Option<fn(&Call, &BackwardArgs) -> Box<dyn FnOnce()>>,
+    around_backward: Option<AroundBackward>,
 }
 
 struct Broken {
@@ -163,7 +166,7 @@ fn a_scale_without_its_sign() {
 
 #[test]
 fn one_wrong_element_of_many() {
-    let after: fn(&Call, &ForwardArgs, usize) = |call, args, _| {
+    let after: AfterForward = |call, args, _| {
         let last = *q_offsets(call.layout).last().unwrap() - 1;
         // SAFETY: an element of the last sequence's last row; the bit is worth half of its value.
         unsafe { *element(&args.o, last, 0, 0) ^= 0x40 };
@@ -173,16 +176,20 @@ fn one_wrong_element_of_many() {
 
 #[test]
 fn a_nan_where_a_number_belongs_is_told_before_any_error() {
-    let after: fn(&Call, &ForwardArgs, usize) = |_, args, _| {
+    let after: AfterForward = |_, args, _| {
         // SAFETY: element (0, 1, 3) of o.
         unsafe { *element(&args.o, 0, 1, 3) = 0x7FC0 };
     };
-    caught("lengths/self", "row 0, head 1, element 3: NaN", Sabotage { after_forward: Some(after), ..Default::default() });
+    caught(
+        "lengths/self",
+        "row 0, head 1, element 3: NaN",
+        Sabotage { after_forward: Some(after), ..Default::default() },
+    );
 }
 
 #[test]
 fn rows_of_no_sequence_written_unasked() {
-    let after: fn(&Call, &ForwardArgs, usize) = |_, args, _| {
+    let after: AfterForward = |_, args, _| {
         // SAFETY: the last row of the buffer, which the loose placement leaves unused.
         unsafe { *element(&args.o, args.o.rows - 1, 0, 0) = 0 };
     };
@@ -199,7 +206,7 @@ fn rows_of_no_sequence_left_when_zeros_were_asked_for() {
 
 #[test]
 fn a_write_past_the_workspace() {
-    let after: fn(&Call, &ForwardArgs, usize) = |call, _, _| {
+    let after: AfterForward = |call, _, _| {
         let w = call.workspace;
         // SAFETY: the suite's guard follows the workspace.
         unsafe { *w.data.cast::<u8>().wrapping_add(w.bytes) = 7 };
@@ -210,7 +217,7 @@ fn a_write_past_the_workspace() {
 
 #[test]
 fn an_input_used_as_scratch() {
-    let after: fn(&Call, &ForwardArgs, usize) = |_, args, _| {
+    let after: AfterForward = |_, args, _| {
         // SAFETY: element 0 of k; the rule broken is that inputs are not written.
         unsafe { *element(&args.k, 0, 0, 0) ^= 1 };
     };
@@ -220,7 +227,7 @@ fn an_input_used_as_scratch() {
 
 #[test]
 fn masked_keys_multiplied_by_zero_instead_of_left_out() {
-    let after: fn(&Call, &ForwardArgs, usize) = |call, args, _| {
+    let after: AfterForward = |call, args, _| {
         let first = element(&args.o, q_offsets(call.layout)[0], 0, 0);
         let beyond = element(&args.v, args.v.rows - 1, 0, 0);
         // SAFETY: the first row of o, and the last of v, which belongs to no sequence in a loose placement.
@@ -235,7 +242,7 @@ fn masked_keys_multiplied_by_zero_instead_of_left_out() {
 
 #[test]
 fn a_bit_that_changes_from_run_to_run() {
-    let after: fn(&Call, &ForwardArgs, usize) = |_, args, call| {
+    let after: AfterForward = |_, args, call| {
         if call % 2 == 1 {
             // SAFETY: the first element of o.
             unsafe { *element(&args.o, 0, 0, 0) ^= 1 };
@@ -247,7 +254,7 @@ fn a_bit_that_changes_from_run_to_run() {
 
 #[test]
 fn a_bit_that_depends_on_the_batch() {
-    let after: fn(&Call, &ForwardArgs, usize) = |call, args, _| {
+    let after: AfterForward = |call, args, _| {
         if call.layout.batch > 5 {
             // SAFETY: the first element of o.
             unsafe { *element(&args.o, 0, 0, 0) ^= 1 };
@@ -259,7 +266,7 @@ fn a_bit_that_depends_on_the_batch() {
 
 #[test]
 fn gradients_of_keys_without_queries_left_unwritten() {
-    let around: fn(&Call, &BackwardArgs) -> Box<dyn FnOnce()> = |_, args| {
+    let around: AroundBackward = |_, args| {
         let at = element(&args.dk, 0, 0, 0);
         // SAFETY: the first key's gradient; its sequence has no query in the case at hand.
         let before = unsafe { *at };
@@ -273,7 +280,7 @@ fn gradients_of_keys_without_queries_left_unwritten() {
 
 #[test]
 fn hints_taken_for_facts() {
-    let after: fn(&Call, &ForwardArgs, usize) = |call, args, _| {
+    let after: AfterForward = |call, args, _| {
         // As if only the first row (the hint) of each sequence had been computed.
         let offsets = q_offsets(call.layout);
         // SAFETY: the second row of o belongs to the first sequence of the case.
@@ -467,7 +474,8 @@ fn a_backend_whose_memory_the_host_cannot_address_passes() {
     let memory = Arc::new(ForeignMemory { host: HostMemory::new(), live: Mutex::default() });
     let backend = Arc::new(Foreign { cpu, capabilities, memory: memory.clone() });
     // Wild offsets in device memory are for kernels that clamp; the cpu backend relies on them having been checked.
-    let filter = ["lengths/", "mask/", "placement/", "degenerate/", "isolation/", "schedule/", "error/", "batch-invariance"];
+    let filter =
+        ["lengths/", "mask/", "placement/", "degenerate/", "isolation/", "schedule/", "error/", "batch-invariance"];
     for finished in suite(backend, &filter) {
         match &finished.outcome {
             Outcome::Failed(findings) => panic!("{}: {findings:?}", finished.name),

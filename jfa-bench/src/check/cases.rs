@@ -64,7 +64,12 @@ fn lengths(c: &mut Collector, dtype: DType, dim: i64) {
     for n in LENGTHS {
         c.conform("2-3", false, &format!("lengths/alone-{n}"), Scenario::new(dtype, dim, &[n]));
     }
-    c.conform("2-3", false, "lengths/long", Scenario::new(dtype, dim, &[1000, 3]).with(|s| s.heads_q = 1).with(|s| s.heads_kv = 1));
+    c.conform(
+        "2-3",
+        false,
+        "lengths/long",
+        Scenario::new(dtype, dim, &[1000, 3]).with(|s| s.heads_q = 1).with(|s| s.heads_kv = 1),
+    );
     c.conform("2-3", false, "lengths/long-query-short-key", Scenario::cross(dtype, dim, &[700, 1], &[3, 5]));
     c.conform("2-3", false, "lengths/short-query-long-key", Scenario::cross(dtype, dim, &[3, 5], &[700, 1]));
     let many: Vec<i64> = (0..500).map(|b| b % 4).collect();
@@ -84,7 +89,10 @@ fn lengths(c: &mut Collector, dtype: DType, dim: i64) {
 /// Section 1: every head dimension, also unequal ones.
 fn dimensions(c: &mut Collector, dtype: DType, dim: i64, caps: &Capabilities) {
     let lens = [1, 17, 70];
-    let few = [1, 2, 3, 7, 8, 16, 17, 31, 32, 33, 40, 48, 64, 65, 80, 96, 100, 112, 128, 160, 192, 224, 256, 257, 384, 511, 512];
+    let few = [
+        1, 2, 3, 7, 8, 16, 17, 31, 32, 33, 40, 48, 64, 65, 80, 96, 100, 112, 128, 160, 192, 224, 256, 257, 384, 511,
+        512,
+    ];
     for d in few {
         let quick = (d == 64 || d == 128) && d != dim;
         c.conform("1", quick, &format!("head_dim/{d}"), Scenario::new(dtype, d, &lens));
@@ -155,11 +163,7 @@ fn masks(c: &mut Collector, dtype: DType, dim: i64) {
 /// Section 5.
 fn biases(c: &mut Collector, dtype: DType, dim: i64) {
     let both = [Alignment::TopLeft, Alignment::BottomRight];
-    let windows = [
-        ("full", None),
-        ("causal", Some(None)),
-        ("window", Some(Some((20, 3)))),
-    ];
+    let windows = [("full", None), ("causal", Some(None)), ("window", Some(Some((20, 3))))];
     let kinds = [
         ("alibi", Bias::Alibi),
         ("relative-0", Bias::Relative { radius: 0 }),

@@ -58,14 +58,22 @@ pub fn cases(c: &mut Collector, dtype: DType, dim: i64) {
     let lens = [65, 1, 0, 129, 7];
     let bases: [(&str, bool, Scenario); 5] = [
         ("full", true, Scenario::new(dtype, dim, &lens)),
-        ("causal", false, Scenario::new(dtype, dim, &lens).with(|s| {
-            s.mask = Mask::Causal(jfa_core::Alignment::BottomRight);
-        })),
+        (
+            "causal",
+            false,
+            Scenario::new(dtype, dim, &lens).with(|s| {
+                s.mask = Mask::Causal(jfa_core::Alignment::BottomRight);
+            }),
+        ),
         ("kv_index", false, shared_histories(dtype, dim)),
         ("broadcast-query", false, pooling(dtype, dim, 5)),
-        ("dense-bias", false, Scenario::new(dtype, dim, &lens).with(|s| {
-            s.bias = Bias::Dense { dtype: DType::F32, row_align: 8, shared_by_heads: false, capacity: 0 };
-        })),
+        (
+            "dense-bias",
+            false,
+            Scenario::new(dtype, dim, &lens).with(|s| {
+                s.bias = Bias::Dense { dtype: DType::F32, row_align: 8, shared_by_heads: false, capacity: 0 };
+            }),
+        ),
     ];
     for (name, quick, s) in bases {
         let s = isolated(s).with(|s| s.deterministic = true);
@@ -75,7 +83,9 @@ pub fn cases(c: &mut Collector, dtype: DType, dim: i64) {
         for (kind, value) in [("nan", f32::NAN), ("inf", f32::INFINITY)] {
             let s = Scenario::new(dtype, dim, &[65, 70, 7]);
             let quick = kind == "nan" && (tensor == "v" || tensor == "k");
-            c.add("7", quick, &format!("isolation/{kind}-inside-{tensor}"), move |x| garbage_inside(x, &s, tensor, value));
+            c.add("7", quick, &format!("isolation/{kind}-inside-{tensor}"), move |x| {
+                garbage_inside(x, &s, tensor, value)
+            });
         }
     }
 
@@ -239,7 +249,8 @@ fn garbage_inside(x: &Context, s: &Scenario, tensor: &str, value: f32) -> anyhow
 
 /// One schedule, several layers with tensors of their own, both passes, in the order of a training step.
 fn layers(x: &Context, dtype: DType, dim: i64) -> anyhow::Result<Outcome> {
-    let base = Scenario::new(dtype, dim, &[65, 0, 7, 64]).with(|s| s.mask = Mask::Causal(jfa_core::Alignment::BottomRight));
+    let base =
+        Scenario::new(dtype, dim, &[65, 0, 7, 64]).with(|s| s.mask = Mask::Causal(jfa_core::Alignment::BottomRight));
     if let Some(reason) = x.lacks(&base)? {
         return Ok(Outcome::Skipped(reason));
     }
@@ -262,9 +273,12 @@ fn layers(x: &Context, dtype: DType, dim: i64) -> anyhow::Result<Outcome> {
     }
     // And back again through the layers, on the same schedule and tensors.
     for (s, inputs, execution) in layers.iter().rev() {
-        if let other @ (Outcome::Failed(_) | Outcome::Skipped(_)) =
-            x.conform_passes(s, inputs, execution, if x.backend.capabilities().backward { Passes::BOTH } else { Passes::FORWARD })?
-        {
+        if let other @ (Outcome::Failed(_) | Outcome::Skipped(_)) = x.conform_passes(
+            s,
+            inputs,
+            execution,
+            if x.backend.capabilities().backward { Passes::BOTH } else { Passes::FORWARD },
+        )? {
             return Ok(other);
         }
     }
@@ -296,4 +310,3 @@ fn large(x: &Context, s: &Scenario) -> anyhow::Result<Outcome> {
     execution.build_schedule()?;
     x.conform_passes(s, &inputs, &execution, Passes::FORWARD)
 }
-

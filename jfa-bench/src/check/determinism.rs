@@ -112,9 +112,8 @@ fn invariant(x: &Context, s: &Scenario, other: &Scenario) -> anyhow::Result<Outc
     }
     let (_, all) = x.run(&s, Poison::Nan)?;
     let (_, again) = x.run(&other, Poison::Nan)?;
-    let items: Vec<(usize, usize)> = (0..s.batch())
-        .filter_map(|b| other.q_ids.iter().position(|id| *id == s.q_ids[b]).map(|c| (b, c)))
-        .collect();
+    let items: Vec<(usize, usize)> =
+        (0..s.batch()).filter_map(|b| other.q_ids.iter().position(|id| *id == s.q_ids[b]).map(|c| (b, c))).collect();
     assert!(!items.is_empty(), "the two batches have no sequence in common");
     let pick = |x: &Outputs, which: &[usize]| -> Outputs {
         let take = |v: &[Vec<f32>]| which.iter().map(|i| v[*i].clone()).collect();

@@ -158,7 +158,11 @@ fn layouts(c: &mut Collector, dtype: DType, dim: i64) {
     // Matrices of 9, 0 and 16 elements at 0, 16, 16; capacity 48.
     let biased: [(&str, BreakLayout, Expected); 3] = [
         ("bias_offsets-negative", |e| matrices(e, &[-16, 16, 16, 32]), &["bias_offsets[0]", "-16"]),
-        ("bias_offsets-past-the-capacity", |e| matrices(e, &[0, 16, 16, 1 << 40]), &["bias_offsets[3]", "1099511627776"]),
+        (
+            "bias_offsets-past-the-capacity",
+            |e| matrices(e, &[0, 16, 16, 1 << 40]),
+            &["bias_offsets[3]", "1099511627776"],
+        ),
         (
             "bias_offsets-missing",
             |e| {
@@ -291,7 +295,9 @@ fn device_offsets(c: &mut Collector, dtype: DType, dim: i64) {
     for (name, values) in table {
         c.add("7", true, &format!("device-offsets/{name}"), move |x| {
             if x.backend.capabilities().memory_space == MemorySpace::Host {
-                return Ok(Outcome::Skipped("in host memory such offsets are an error (error/layout cases)".to_owned()));
+                return Ok(Outcome::Skipped(
+                    "in host memory such offsets are an error (error/layout cases)".to_owned(),
+                ));
             }
             let s = Scenario::new(dtype, dim, &[3, 0, 4]).with(|s| s.placement = Placement::TIGHT);
             if let Some(reason) = x.lacks(&s)? {
@@ -309,15 +315,20 @@ fn device_offsets(c: &mut Collector, dtype: DType, dim: i64) {
                     e.layout.kv_offsets = bad;
                 }
                 // With JFA_VALIDATE=1 these are errors; without it they are not, and both are right.
-                let passes = e.build_schedule().and_then(|()| e.forward()).and_then(|()| {
-                    if x.backend.capabilities().backward { e.backward() } else { Ok(()) }
-                });
+                let passes = e
+                    .build_schedule()
+                    .and_then(|()| e.forward())
+                    .and_then(|()| if x.backend.capabilities().backward { e.backward() } else { Ok(()) });
                 if let Err(error @ jfa_core::Error::Device { .. }) = passes {
                     wrong.push(format!("the device failed: {error}"));
                 }
                 wrong.extend(e.writes_outside_outputs()?);
             }
-            Ok(if wrong.is_empty() { Outcome::Passed("nothing outside the outputs changed".to_owned()) } else { Outcome::Failed(wrong) })
+            Ok(if wrong.is_empty() {
+                Outcome::Passed("nothing outside the outputs changed".to_owned())
+            } else {
+                Outcome::Failed(wrong)
+            })
         });
     }
 }
@@ -353,7 +364,9 @@ fn calls(c: &mut Collector, dtype: DType, dim: i64) {
         ("schedule-too-small", |_, call, _| call.schedule.bytes = call.schedule.bytes.saturating_sub(1), &["schedule"]),
     ];
     for (name, broken, expected) in forward {
-        c.add("7", true, &format!("error/forward-{name}"), move |x| bad_call(x, dtype, dim, Some(broken), None, expected));
+        c.add("7", true, &format!("error/forward-{name}"), move |x| {
+            bad_call(x, dtype, dim, Some(broken), None, expected)
+        });
     }
     let backward: [(&str, BreakBackward, Expected); 14] = [
         ("do-null", |_, _, a| a.d_o.data = DataPtr::NULL, &["d_o", "null"]),
@@ -372,12 +385,18 @@ fn calls(c: &mut Collector, dtype: DType, dim: i64) {
         ("dbias-without-bias", |_, _, a| a.dbias = a.lse.data, &["dbias"]),
     ];
     for (name, broken, expected) in backward {
-        c.add("7", true, &format!("error/backward-{name}"), move |x| bad_call(x, dtype, dim, None, Some(broken), expected));
+        c.add("7", true, &format!("error/backward-{name}"), move |x| {
+            bad_call(x, dtype, dim, None, Some(broken), expected)
+        });
     }
     // Only backends that ask for memory, or promise less than any alignment, can be refused these.
     let workspace: [(&str, BreakForward, Expected); 3] = [
         ("workspace-null", |_, call, _| call.workspace.data = DataPtr::NULL, &["workspace"]),
-        ("workspace-too-small", |_, call, _| call.workspace.bytes = call.workspace.bytes.saturating_sub(1), &["workspace"]),
+        (
+            "workspace-too-small",
+            |_, call, _| call.workspace.bytes = call.workspace.bytes.saturating_sub(1),
+            &["workspace"],
+        ),
         (
             "workspace-misaligned",
             |_, call, _| call.workspace.data = shifted(call.workspace.data, Requirements::ALIGNMENT / 2),
@@ -385,14 +404,22 @@ fn calls(c: &mut Collector, dtype: DType, dim: i64) {
         ),
     ];
     for (name, broken, expected) in workspace {
-        c.add("7", true, &format!("error/forward-{name}"), move |x| bad_call(x, dtype, dim, Some(broken), None, expected));
+        c.add("7", true, &format!("error/forward-{name}"), move |x| {
+            bad_call(x, dtype, dim, Some(broken), None, expected)
+        });
     }
     let workspace: [(&str, BreakBackward, Expected); 2] = [
         ("workspace-null", |_, call, _| call.workspace.data = DataPtr::NULL, &["workspace"]),
-        ("workspace-too-small", |_, call, _| call.workspace.bytes = call.workspace.bytes.saturating_sub(1), &["workspace"]),
+        (
+            "workspace-too-small",
+            |_, call, _| call.workspace.bytes = call.workspace.bytes.saturating_sub(1),
+            &["workspace"],
+        ),
     ];
     for (name, broken, expected) in workspace {
-        c.add("7", true, &format!("error/backward-{name}"), move |x| bad_call(x, dtype, dim, None, Some(broken), expected));
+        c.add("7", true, &format!("error/backward-{name}"), move |x| {
+            bad_call(x, dtype, dim, None, Some(broken), expected)
+        });
     }
     let strides: [(&str, BreakForward, Expected); 2] = [
         ("q-stride-misaligned", |_, _, a| a.q.row_stride += 1, &["q.row_stride"]),
@@ -402,7 +429,9 @@ fn calls(c: &mut Collector, dtype: DType, dim: i64) {
         c.add("7", true, &format!("error/forward-{name}"), move |x| {
             let caps = x.backend.capabilities();
             if caps.base_alignment.min(caps.stride_alignment) <= dtype.size() {
-                return Ok(Outcome::Skipped("the backend promises to take any element's address and stride".to_owned()));
+                return Ok(Outcome::Skipped(
+                    "the backend promises to take any element's address and stride".to_owned(),
+                ));
             }
             bad_call(x, dtype, dim, Some(broken), None, expected)
         });

@@ -80,10 +80,15 @@ pub fn junit(context: &Context, cases: &[Finished]) -> String {
     let failures = count(|o| matches!(o, Outcome::Failed(_)));
     let skipped = count(|o| matches!(o, Outcome::Skipped(_)));
     let seconds: f64 = cases.iter().map(|c| c.time.as_secs_f64()).sum();
-    let totals = format!("tests=\"{}\" failures=\"{failures}\" skipped=\"{skipped}\" time=\"{seconds:.3}\"", cases.len());
+    let totals =
+        format!("tests=\"{}\" failures=\"{failures}\" skipped=\"{skipped}\" time=\"{seconds:.3}\"", cases.len());
     let mut xml = String::from("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n");
     let _ = writeln!(xml, "<testsuites {totals}>");
-    let _ = writeln!(xml, "  <testsuite name=\"jfa conformance: {}\" errors=\"0\" {totals}>", escape(context.backend.name()));
+    let _ = writeln!(
+        xml,
+        "  <testsuite name=\"jfa conformance: {}\" errors=\"0\" {totals}>",
+        escape(context.backend.name())
+    );
     for case in cases {
         let (class, name) = case.name.rsplit_once('/').unwrap_or(("", &case.name));
         let class = class.replace('/', ".");
