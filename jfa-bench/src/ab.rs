@@ -170,7 +170,7 @@ fn both(
         // Warm up, and find how many calls make a measurement long enough for the clock.
         let calls = |bench: &Bench| -> Result<usize> {
             let once = bench.time(pass, 1)?[0];
-            Ok((2e-3 / once.max(1e-7)).ceil().clamp(1.0, 200.0) as usize)
+            Ok((2e-3 / once.max(1e-7)).ceil().clamp(1.0, 20.0) as usize)
         };
         let (calls_a, calls_b) = (calls(&bench_a)?, calls(&bench_b)?);
         let measure = |bench: &Bench, calls: usize| -> Result<f64> { Ok(median(&bench.time(pass, calls)?)) };
