@@ -54,9 +54,10 @@ public:
     constexpr span(T *data, std::size_t size) noexcept : data_(data), size_(size) {}
 
     /** Anything with data() and size(): std::vector, std::array, std::span, a string. */
-    template <class C, class = std::enable_if_t<std::is_convertible_v<decltype(std::declval<C &>().data()), T *> &&
-                                                std::is_convertible_v<decltype(std::declval<C &>().size()), std::size_t>>>
-    constexpr span(C &&container) noexcept : data_(container.data()), size_(static_cast<std::size_t>(container.size())) {}
+    template <class C, class D = decltype(std::declval<C &>().data()), class S = decltype(std::declval<C &>().size()),
+              class = std::enable_if_t<std::is_convertible_v<D, T *> && std::is_convertible_v<S, std::size_t>>>
+    constexpr span(C &&container) noexcept
+        : data_(container.data()), size_(static_cast<std::size_t>(container.size())) {}
 
     template <std::size_t N>
     constexpr span(T (&array)[N]) noexcept : data_(array), size_(N) {}
@@ -93,10 +94,12 @@ public:
     /** With free row and head strides: a part of a fused buffer, for example. */
     tensor(void *data, jfa_dtype dtype, std::int64_t rows, std::int64_t heads, std::int64_t dim,
            std::int64_t row_stride, std::int64_t head_stride)
-        : c_{sizeof(jfa_tensor), data, static_cast<std::int32_t>(dtype), 0, rows, heads, dim, row_stride, head_stride} {}
+        : c_{sizeof(jfa_tensor), data,  static_cast<std::int32_t>(dtype), 0, rows, heads, dim,
+             row_stride,         head_stride} {}
 
     /** Contiguous f32, over exactly the elements of a container of floats (or a span, also of const floats). */
-    template <class C, class = std::enable_if_t<std::is_convertible_v<decltype(std::declval<C &>().data()), const float *>>>
+    template <class C, class D = decltype(std::declval<C &>().data()),
+              class = std::enable_if_t<std::is_convertible_v<D, const float *>>>
     tensor(C &&data, std::int64_t heads, std::int64_t dim)
         : tensor(const_cast<float *>(static_cast<const float *>(data.data())), JFA_DTYPE_F32,
                  rows_of(static_cast<std::size_t>(data.size()), heads, dim), heads, dim) {}
@@ -307,7 +310,8 @@ public:
     offsets(const std::int64_t *data, std::size_t entries) : data_(data), entries_(entries), type_(JFA_INDEX_I64) {}
 
     /** From a container of either type. */
-    template <class C, class = decltype(std::declval<const C &>().data()), class = decltype(std::declval<const C &>().size())>
+    template <class C, class = decltype(std::declval<const C &>().data()),
+              class = decltype(std::declval<const C &>().size())>
     offsets(const C &container) : offsets(container.data(), static_cast<std::size_t>(container.size())) {}
 
     const void *data() const noexcept { return data_; }

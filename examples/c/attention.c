@@ -249,7 +249,7 @@ int main(int argc, char **argv) {
 
     /* Backward. */
     jfa_tensor tq = view(x[0], b.rows), tk = view(x[1], b.rows), tv = view(x[2], b.rows), to = view(o, b.rows);
-    jfa_tensor td_o = view(d_o, b.rows), tdq = view(dx[0], b.rows), tdk = view(dx[1], b.rows), tdv = view(dx[2], b.rows);
+    jfa_tensor tdq = view(dx[0], b.rows), tdk = view(dx[1], b.rows), tdv = view(dx[2], b.rows), td_o = view(d_o, b.rows);
     jfa_lse tl = {sizeof tl, lse, b.rows, b.rows};
     jfa_backward_args args = {sizeof args, &tq, &tk, &tv, NULL, &to, &tl, &td_o, &tdq, &tdk, &tdv, NULL};
     check(api->backward(b.plan, &b.call, &args), "backward");

@@ -105,7 +105,8 @@ double row_error(const Workload &work, const Inputs &in, float scale, const vect
             score += static_cast<double>(in.q[at(row, kHeads, h) + c]) * in.k[at(first + j, kHeadsKv, g) + c];
         }
         const std::int64_t distance = std::clamp(j - i - (n - m), -kRadius, kRadius);
-        const double weight = std::exp(scale * score + in.table[static_cast<std::size_t>(h * kTableRow + distance + kRadius)]);
+        const float bias = in.table[static_cast<std::size_t>(h * kTableRow + distance + kRadius)];
+        const double weight = std::exp(scale * score + bias);
         total += weight;
         for (std::size_t c = 0; c < kDim; c++) {
             out[c] += weight * in.v[at(first + j, kHeadsKv, g) + c];
@@ -131,9 +132,9 @@ int run(const char *path, std::size_t users) {
     auto batch = plan.batch(jfa::layout(work.q_offsets, work.kv_offsets).kv_index(work.kv_index));
 
     std::mt19937 random(1);
-    const auto size = [](std::int64_t rows, std::int64_t heads) { return static_cast<std::size_t>(rows * heads * kDim); };
-    Inputs in{random_vector(size(work.total_q(), kHeads), random), random_vector(size(work.total_kv(), kHeadsKv), random),
-              random_vector(size(work.total_kv(), kHeadsKv), random),
+    const auto q_size = static_cast<std::size_t>(work.total_q() * kHeads * kDim);
+    const auto kv_size = static_cast<std::size_t>(work.total_kv() * kHeadsKv * kDim);
+    Inputs in{random_vector(q_size, random), random_vector(kv_size, random), random_vector(kv_size, random),
               random_vector(static_cast<std::size_t>(kHeads * kTableRow), random)};
     const Inputs direction{random_vector(in.q.size(), random), random_vector(in.k.size(), random),
                            random_vector(in.v.size(), random), random_vector(in.table.size(), random)};
@@ -158,8 +159,8 @@ int run(const char *path, std::size_t users) {
     }
 
     Inputs gradient{vector(in.q.size()), vector(in.k.size()), vector(in.v.size()), vector(in.table.size())};
-    batch.backward({jfa::tensor(in.q, kHeads, kDim), jfa::tensor(in.k, kHeadsKv, kDim), jfa::tensor(in.v, kHeadsKv, kDim),
-                    jfa::tensor(o, kHeads, kDim), jfa::lse(lse, kHeads),
+    batch.backward({jfa::tensor(in.q, kHeads, kDim), jfa::tensor(in.k, kHeadsKv, kDim),
+                    jfa::tensor(in.v, kHeadsKv, kDim), jfa::tensor(o, kHeads, kDim), jfa::lse(lse, kHeads),
                     jfa::tensor(d_o, kHeads, kDim), jfa::tensor(gradient.q, kHeads, kDim),
                     jfa::tensor(gradient.k, kHeadsKv, kDim), jfa::tensor(gradient.v, kHeadsKv, kDim), in.table.data(),
                     gradient.table.data()});

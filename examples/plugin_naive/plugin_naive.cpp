@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// A backend of JFA outside of JFA: every feature, straight from the formulas, in fp64, one thread, no tricks. It is the
-// starting point of a new backend, a second opinion on results, and a slow opponent in comparisons. To build and use it:
+// A backend of JFA outside of JFA: every feature, straight from the formulas, in fp64, one thread, no tricks. It is
+// the starting point of a new backend, a second opinion on results, and a slow opponent in comparisons. To build and use
+// it:
 //
 //     c++ -std=c++17 -O2 -shared -fPIC -fvisibility=hidden -I include -o libjfa_backend_naive.so
 //         examples/plugin_naive/plugin_naive.cpp
@@ -82,7 +83,7 @@ struct F16 {
             raw = static_cast<std::uint16_t>(sign | 0x7c00);
         } else if (magnitude < std::ldexp(1, -14)) {
             // Subnormal: a multiple of 2^-24. Rounding up to 1024 gives the smallest normal number, as it should.
-            raw = static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(std::nearbyint(std::ldexp(magnitude, 24))));
+            raw = static_cast<std::uint16_t>(sign | static_cast<int>(std::nearbyint(std::ldexp(magnitude, 24))));
         } else {
             int exponent;
             const double fraction = std::frexp(magnitude, &exponent); // in [0.5, 1)
@@ -131,7 +132,8 @@ struct Rows {
 };
 
 std::int64_t index_at(const void *data, std::int32_t type, std::int64_t i) {
-    return type == JFA_INDEX_I32 ? static_cast<const std::int32_t *>(data)[i] : static_cast<const std::int64_t *>(data)[i];
+    return type == JFA_INDEX_I32 ? static_cast<const std::int32_t *>(data)[i]
+                                 : static_cast<const std::int64_t *>(data)[i];
 }
 
 Rows rows_at(const void *offsets, std::int32_t type, const std::int32_t *lengths, std::int64_t i) {
@@ -147,7 +149,8 @@ struct Batch {
     bool broadcast() const { return problem.query == JFA_QUERY_BROADCAST; }
 
     Rows q(std::int64_t b) const {
-        return broadcast() ? Rows{0, problem.q_len} : rows_at(layout.q_offsets, layout.q_offsets_type, layout.q_lengths, b);
+        return broadcast() ? Rows{0, problem.q_len}
+                           : rows_at(layout.q_offsets, layout.q_offsets_type, layout.q_lengths, b);
     }
 
     /// Rows of o, lse and d_o.
@@ -262,7 +265,8 @@ void forward_row(const Batch &batch, const jfa_forward_args &args, const Pair &s
         if (bias == -kInfinity) {
             continue;
         }
-        const double score = static_cast<double>(p.scale) * dot(q, row<T>(*args.k, s.kv.start + j, g), p.head_dim) + bias;
+        const T *k = row<T>(*args.k, s.kv.start + j, g);
+        const double score = static_cast<double>(p.scale) * dot(q, k, p.head_dim) + bias;
         blind = blind && score == -kInfinity;
         if (score > max) {
             const double factor = max == -kInfinity ? 0 : std::exp(max - score);

@@ -32,12 +32,15 @@ class Struct(c.Structure):
 
 def struct(name, fields):
     """`fields`: "name type" in the order of the header."""
-    types = {"i32": c.c_int32, "i64": c.c_int64, "u64": c.c_uint64, "f32": c.c_float, "size": c.c_size_t, "ptr": c.c_void_p}
+    types = dict(i32=c.c_int32, i64=c.c_int64, u64=c.c_uint64, f32=c.c_float, size=c.c_size_t, ptr=c.c_void_p)
     pairs = [f.split() for f in ("struct_size size, " + fields).split(", ")]
     return type(name, (Struct,), {"_fields_": [(n, types[t]) for n, t in pairs]})
 
 
-Tensor = struct("Tensor", "data ptr, dtype i32, reserved i32, rows i64, heads i64, dim i64, row_stride i64, head_stride i64")
+Tensor = struct(
+    "Tensor",
+    "data ptr, dtype i32, reserved i32, rows i64, heads i64, dim i64, row_stride i64, head_stride i64",
+)
 Lse = struct("Lse", "data ptr, rows i64, head_stride i64")
 Problem = struct(
     "Problem",
@@ -53,7 +56,10 @@ Layout = struct(
 )
 Call = struct("Call", "layout ptr, schedule ptr, schedule_bytes size, workspace ptr, workspace_bytes size, stream ptr")
 ForwardArgs = struct("ForwardArgs", "q ptr, k ptr, v ptr, bias ptr, o ptr, lse ptr")
-BackwardArgs = struct("BackwardArgs", "q ptr, k ptr, v ptr, bias ptr, o ptr, lse ptr, d_o ptr, dq ptr, dk ptr, dv ptr, dbias ptr")
+BackwardArgs = struct(
+    "BackwardArgs",
+    "q ptr, k ptr, v ptr, bias ptr, o ptr, lse ptr, d_o ptr, dq ptr, dk ptr, dv ptr, dbias ptr",
+)
 Requirements = struct(
     "Requirements",
     "schedule_bytes size, forward_bytes size, backward_bytes size, buffer_alignment size, base_alignment size, "
@@ -222,7 +228,8 @@ def main():
     jfa.plan_release(plan)
     jfa.context_release(context)
 
-    print(f"library {jfa.api.library_version.decode()}, backend {backend}: {len(lengths)} sequences, {rows} tokens")
+    version = jfa.api.library_version.decode()
+    print(f"library {version}, backend {backend}: {len(lengths)} sequences, {rows} tokens")
     print("relative errors: " + ", ".join(f"{name} {error:.2g}" for name, error in errors.items()))
     print(f"mask 9: {told}")
     if not all(error < 6e-4 for error in errors.values()) or "mask = 9" not in told:

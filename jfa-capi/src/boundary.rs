@@ -73,6 +73,14 @@ pub(crate) fn guard(name: &str, body: impl FnOnce() -> Result<()>) -> jfa_status
     }
 }
 
+/// The boundary of the two plain symbols, which return no status: a panic gives `otherwise`.
+pub(crate) fn guard_value<T>(otherwise: T, body: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+        std::mem::forget(panic);
+        otherwise
+    })
+}
+
 fn panic_text(panic: &(dyn Any + Send)) -> &str {
     panic
         .downcast_ref::<&str>()
@@ -207,6 +215,7 @@ mod tests {
         assert_eq!(last(), "internal error in panics_with_anything: panic");
         // SAFETY: as above.
         assert_eq!(unsafe { panics_with_text(-1) }, jfa_status::JFA_OK);
+        assert_eq!(guard_value(3, || panic!("no value")), 3);
     }
 
     /// A struct as a newer header might have it.

@@ -32,6 +32,13 @@ pub(crate) struct PlanHandle {
     json: OnceLock<CString>,
 }
 
+/// Handles are used by many threads at once.
+const _: fn() = || {
+    fn shared<T: Send + Sync>() {}
+    shared::<Context>();
+    shared::<PlanHandle>();
+};
+
 /// Sets an output pointer before anything can fail, so that a caller that ignores the status finds NULL.
 macro_rules! cleared {
     ($out:ident) => {{

@@ -12,14 +12,14 @@ use crate::abi::jfa_api;
 /// `jfa_last_error` says which it has. Loading the library and this call start no thread and touch no device.
 #[cfg_attr(not(jfa_versioned_symbols), unsafe(no_mangle))]
 pub extern "C" fn jfa_get_api(version: u32) -> *const jfa_api {
-    crate::context::api(version)
+    crate::boundary::guard_value(std::ptr::null(), || crate::context::api(version))
 }
 
 /// What went wrong in the last call that failed on this thread: a text that names the argument and its value. Never
 /// NULL; "" when nothing has failed. Valid until the next failure on this thread.
 #[cfg_attr(not(jfa_versioned_symbols), unsafe(no_mangle))]
 pub extern "C" fn jfa_last_error() -> *const c_char {
-    crate::status::last_error()
+    crate::boundary::guard_value(c"".as_ptr(), crate::status::last_error)
 }
 
 #[cfg(jfa_versioned_symbols)]
