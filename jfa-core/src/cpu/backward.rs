@@ -256,7 +256,8 @@ pub(super) unsafe fn gradients_of_scores<S: Simd>(
                 let cell = p.add(k * w + at);
                 let x = s.load(cell);
                 let e = exp(s, s.min(s.zero(), s.sub(x, lse)));
-                let e = if some_hidden { s.select(s.eq(x, hidden), s.splat(-0.0), e) } else { e };
+                // Only masked entries have a sign: hardware makes negative NaN.
+                let e = if some_hidden { s.select(s.eq(x, hidden), s.splat(-0.0), s.abs(e)) } else { e };
                 s.store(cell, e);
                 let cell = ds.add(k * w + at);
                 let d = s.mul(e, s.sub(s.load(cell), delta));

@@ -236,6 +236,9 @@ impl Kernel for ForwardTile<'_> {
     }
 }
 
+/// Above `f32::MIN`, below every score that finite data can have without overflow on the way.
+const LEAST_SCORE: f32 = -3.4e38;
+
 /// Scores of one panel and tile to probabilities relative to the running maximum, which it updates. Masked entries
 /// become negative zeros. Returns whether there are any.
 #[inline(always)]
@@ -251,8 +254,9 @@ unsafe fn softmax<S: Simd>(s: S, scorer: &Scorer, p: *mut f32, vectors: usize, s
             let old = s.load(state.max.as_ptr().add(at));
             let new = s.max(s.load(top.as_ptr().add(at)), old);
             s.store(state.max.as_mut_ptr().add(at), new);
-            // A lane that has seen nothing yet: any finite number keeps -inf - max from being NaN.
-            let base = s.select(s.eq(new, hidden), s.zero(), new);
+            // A lane that has seen nothing yet, or only infinitely small scores: any finite number keeps -inf - max from
+            // being NaN and their exponentials 0.
+            let base = s.select(s.lt(new, s.splat(LEAST_SCORE)), s.zero(), new);
             let alpha = exp(s, s.sub(old, base));
             s.store(state.alpha.as_mut_ptr().add(at), alpha);
             // Summed by tile, then over tiles: the error grows with the square root of either, not of the whole.
@@ -261,7 +265,8 @@ unsafe fn softmax<S: Simd>(s: S, scorer: &Scorer, p: *mut f32, vectors: usize, s
                 for k in scorer.from..scorer.to {
                     let cell = p.add(k * w + at);
                     let x = s.load(cell);
-                    let e = s.select(s.eq(x, hidden), s.splat(-0.0), exp(s, s.sub(x, base)));
+                    // Only masked entries have a sign: hardware makes negative NaN.
+                    let e = s.select(s.eq(x, hidden), s.splat(-0.0), s.abs(exp(s, s.sub(x, base))));
                     s.store(cell, e);
                     sum = s.add(sum, e);
                 }

@@ -217,7 +217,8 @@ impl Scorer<'_> {
         out
     }
 
-    /// Scales, biases and masks `p[from .. to]` of one panel (`[key][W]`), masked entries becoming -inf. Returns the
+    /// Scales, biases and masks `p[from .. to]` of one panel (`[key][W]`), masked entries becoming -inf; where there are
+    /// any, visible scores are at least `f32::MIN`. Returns the
     /// largest score of each lane in `max` and whether some entry is -inf because of the mask or the bias.
     ///
     /// # Safety
@@ -232,6 +233,8 @@ impl Scorer<'_> {
         };
         let w = 2 * S::LANES;
         let hidden = s.splat(f32::NEG_INFINITY);
+        // A visible score of -inf (from infinite data) is not a masked entry: NaN must still reach it.
+        let lowest = s.splat(f32::MIN);
         let scale = s.splat(self.scale);
         let mut some_hidden = self.masked;
         // SAFETY: the caller's promise.
@@ -247,7 +250,7 @@ impl Scorer<'_> {
                             let $k = k;
                             let cell = p.add(k * w + at);
                             let bias: S::V = $bias;
-                            let x = s.mul_add(s.load(cell), scale, bias);
+                            let x = s.max(lowest, s.mul_add(s.load(cell), scale, bias));
                             // Selected, not added: -inf plus NaN is NaN.
                             let gone = s.eq(bias, hidden);
                             found = s.or(found, gone);
@@ -276,7 +279,7 @@ impl Scorer<'_> {
                             let cell = p.add(k * w + at);
                             let kv = s.splat(k as f32);
                             let seen = s.and(s.lt(kv, end), s.lt(first, s.add(kv, s.splat(0.5))));
-                            let x = s.select(seen, s.mul(s.load(cell), scale), hidden);
+                            let x = s.select(seen, s.max(lowest, s.mul(s.load(cell), scale)), hidden);
                             s.store(cell, x);
                             top = s.max(x, top);
                         }
