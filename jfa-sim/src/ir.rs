@@ -575,6 +575,8 @@ pub enum Tcgen {
         a: Src,
         /// A is in tensor memory.
         a_tmem: bool,
+        /// Offset of that address.
+        a_off: i64,
         /// Descriptor of B.
         b: Src,
         /// Instruction descriptor.

@@ -35,16 +35,17 @@ pub struct Config {
     pub threads: usize,
     /// Warp instructions without any visible change after which spinning counts as deadlock.
     pub spin_limit: u64,
-    /// Demands `tcgen05.fence::after_thread_sync` between a barrier and uses of tensor memory that others wrote, as the
-    /// PTX memory model does. Off by default: the Triton compiler emits none.
-    pub tensor_fences: bool,
+    /// Demands two fences that the PTX memory model asks for and the Triton compiler leaves out: one that shows an
+    /// `mbarrier.init` to the asynchronous proxy, and `tcgen05.fence::after_thread_sync` between a barrier and uses of
+    /// tensor memory that others wrote.
+    pub strict_fences: bool,
     /// What `%nsmid` shows.
     pub sms: u32,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { seed: 0, shuffle: true, detect: true, threads: 0, spin_limit: 50_000_000, tensor_fences: false, sms: 132 }
+        Config { seed: 0, shuffle: true, detect: true, threads: 0, spin_limit: 50_000_000, strict_fences: true, sms: 132 }
     }
 }
 

@@ -160,7 +160,8 @@ impl<'a> Cluster<'a> {
                 self.counters.global_written += data.len() as u64;
             }
             Loc::Shared(cta, off) => {
-                self.note_shared_write(w, lane, cta, off, data.len(), false);
+                let same = self.ctas[cta].smem.data[off..off + data.len()] == *data;
+                self.note_shared_write(w, lane, cta, off, data.len(), false, same);
                 self.ctas[cta].smem.data[off..off + data.len()].copy_from_slice(data);
                 self.counters.shared_written += data.len() as u64;
             }
@@ -217,13 +218,19 @@ impl<'a> Cluster<'a> {
         unwritten
     }
 
-    /// Checks and notes a write of shared memory by a thread.
-    pub(crate) fn note_shared_write(&mut self, w: &Warp, lane: u32, cta: usize, off: usize, len: usize, atomic: bool) {
+    /// Checks and notes a write of shared memory by a thread. Warps that write what is there already (`same`) do not
+    /// race with the warp that wrote it: compilers let all warps store a uniform value.
+    #[expect(clippy::too_many_arguments, reason = "the parts of one access")]
+    pub(crate) fn note_shared_write(&mut self, w: &Warp, lane: u32, cta: usize, off: usize, len: usize, atomic: bool, same: bool) {
         let a = Access { slot: w.index as u32, clock: w.clock(), know: &w.know, is_async: false, atomic };
         let s = &mut self.ctas[cta].smem;
         let wrong = s.check_write(off, len, &a, &self.readers);
         s.note_write(off, len, &a);
+        let warps = self.warps.len() as u32;
         if let Some((at, wrong)) = wrong {
+            if same && matches!(wrong, Wrong::Unordered { slot, was_write: true } if slot < warps) {
+                return;
+            }
             self.report_wrong(w, lane, cta, at, wrong, "write", false);
         }
     }

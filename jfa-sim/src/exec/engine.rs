@@ -84,10 +84,6 @@ impl Engine {
         self.pending.is_empty()
     }
 
-    pub(super) fn next_due(&self) -> Option<u64> {
-        self.pending.iter().map(|p| p.due).min()
-    }
-
     fn new_id(&mut self) -> u32 {
         self.next_id += 1;
         self.next_id
@@ -159,7 +155,7 @@ impl<'a> Cluster<'a> {
                         Some(addr),
                         "used without being ordered after its mbarrier.init (a barrier is missing)".into(),
                     );
-                } else if w.know.fenced.get(slot) < clock {
+                } else if self.l.cfg.strict_fences && w.know.fenced.get(slot) < clock {
                     self.report(
                         w,
                         lane,
@@ -530,6 +526,11 @@ impl<'a> Cluster<'a> {
         }
     }
 
+    /// When the next operation can end that does not wait for another one.
+    pub(super) fn next_due(&self) -> Option<u64> {
+        self.engine.pending.iter().filter(|p| self.may_complete(p)).map(|p| p.due).min()
+    }
+
     fn may_complete(&self, p: &Pending) -> bool {
         match &p.job {
             // Only after the copies it follows.
@@ -794,14 +795,9 @@ impl<'a> Cluster<'a> {
         for p in fills {
             self.report_at(p, Kind::UnfinishedWork, None, "the CTA ended before this asynchronous operation did".into());
         }
-        while let Some(due) = self.engine.next_due() {
+        while let Some(due) = self.next_due() {
             self.tick = self.tick.max(due);
-            let before = self.engine.pending.len();
             self.pump();
-            if self.engine.pending.len() == before && self.engine.next_due() == Some(due) {
-                // What is left waits for something that will not come any more.
-                break;
-            }
         }
         self.leftover_bytes();
     }

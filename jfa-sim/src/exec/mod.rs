@@ -259,7 +259,7 @@ impl<'a> Cluster<'a> {
                 continue;
             }
             // Everyone waits: let the earliest asynchronous operation finish, then let waits time out.
-            if let Some(due) = self.engine.next_due() {
+            if let Some(due) = self.next_due() {
                 self.tick = self.tick.max(due);
                 self.pump();
                 continue;

@@ -1013,7 +1013,7 @@ impl<'a> Cluster<'a> {
                 know.join(&w.know);
                 w.advance();
                 self.note_shared_read(w, lane, cta, at, n, w.index as u32, w.clock(), false, true);
-                self.note_shared_write(w, lane, cta, at, n, true);
+                self.note_shared_write(w, lane, cta, at, n, true, false);
                 let mut old = [0u8; 8];
                 let data = &mut self.ctas[cta].smem.data[at..at + n];
                 old[..n].copy_from_slice(data);

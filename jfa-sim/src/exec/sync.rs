@@ -283,7 +283,7 @@ impl Cluster<'_> {
                         self.report(w, lane, Kind::Mbarrier, Some(addr), "initialised again without mbarrier.inval".into());
                         self.ctas[cta].smem.set_barrier(off as usize, false);
                     }
-                    self.note_shared_write(w, lane, cta, off as usize, 8, false);
+                    self.note_shared_write(w, lane, cta, off as usize, 8, false, false);
                     self.ctas[cta].smem.set_barrier(off as usize, true);
                     let slot = self.new_slot();
                     let mut b = MBarrier::new(n, slot);

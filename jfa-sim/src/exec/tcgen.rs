@@ -81,7 +81,7 @@ pub(super) struct Work {
 enum WorkKind {
     Mma(Mma),
     Cp { ctas: Vec<usize>, shape: CpShape, addr: u32, desc: u64 },
-    Commit { bars: Vec<Spot>, upto: u32 },
+    Commit { bars: Vec<Spot>, know: Knowledge },
 }
 
 /// A resolved product.
@@ -221,13 +221,13 @@ impl Cluster<'_> {
                 self.progress += 1;
             }
             Tcgen::Relinquish(_) => self.ctas[w.cta].tmem.relinquished = true,
-            Tcgen::Mma { group, tf32, d, a, a_tmem, b, idesc, enable, scale_d, disable } => {
+            Tcgen::Mma { group, tf32, d, a, a_tmem, a_off, b, idesc, enable, scale_d, disable } => {
                 let enable = self.pred(w, *enable);
                 for lane in (0..32u32).filter(|l| mask >> l & 1 == 1) {
                     let id = self.lane_src(w, *idesc, lane) as u32;
                     let x = (
                         self.lane_addr(w, *d, lane) as u32,
-                        self.lane_src(w, *a, lane),
+                        self.lane_src(w, *a, lane).wrapping_add(*a_off as u64),
                         self.lane_src(w, *b, lane),
                     );
                     let disable = disable.iter().map(|s| self.lane_src(w, *s, lane) as u32).collect();
@@ -270,7 +270,11 @@ impl Cluster<'_> {
                     };
                     let upto = self.ctas[pipe].tmem.seq;
                     self.ctas[pipe].tmem.committed = upto;
-                    self.enqueue(w, lane, Job::Tcgen(Box::new(Work { pipe, kind: WorkKind::Commit { bars, upto } })));
+                    // The operations came after what their thread knew; who sees them complete knows that too.
+                    let mut know = w.know.clone();
+                    know.all.raise(self.tcgen_slot(pipe), upto);
+                    w.advance();
+                    self.enqueue(w, lane, Job::Tcgen(Box::new(Work { pipe, kind: WorkKind::Commit { bars, know } })));
                 }
             }
             Tcgen::Cp { group, shape, addr, desc } => {
@@ -377,7 +381,7 @@ impl Cluster<'_> {
                                 format!("{what} of tensor memory is not ordered after its last write (no commit, mbarrier wait or tcgen05.wait::st in between)"),
                                 Kind::TensorOrder,
                             ));
-                        } else if self.l.cfg.tensor_fences && w.tensor_view.get(c.w_slot) < c.w_clock {
+                        } else if self.l.cfg.strict_fences && w.tensor_view.get(c.w_slot) < c.w_clock {
                             wrong = Some((
                                 format!("{what} of tensor memory written by others without tcgen05.fence::after_thread_sync in between"),
                                 Kind::TensorOrder,
@@ -537,9 +541,7 @@ impl Cluster<'_> {
                     }
                 }
             }
-            WorkKind::Commit { bars, upto } => {
-                let mut know = Knowledge::default();
-                know.all.set(self.tcgen_slot(t.pipe), upto);
+            WorkKind::Commit { bars, know } => {
                 for (c, off) in bars {
                     let r = match self.ctas[c].mbars.get_mut(&(off as u32)) {
                         Some(b) => b.arrive(1, Some(&know)).map(|_| ()),

@@ -973,15 +973,12 @@ impl Lower<'_> {
                 };
                 self.need(i, 5)?;
                 let d = self.mem(i, 0, Space::Generic)?.0;
-                let (a, a_tmem) = match &ops[1] {
+                let (a, a_tmem, a_off) = match &ops[1] {
                     Operand::Mem { .. } => {
                         let m = self.mem(i, 1, Space::Generic)?.0;
-                        if m.off != 0 {
-                            return Err(bad());
-                        }
-                        (m.base, true)
+                        (m.base, true, m.off)
                     }
-                    o => (self.src(i, o, B64)?, false),
+                    o => (self.src(i, o, B64)?, false, 0),
                 };
                 let b = self.src(i, &ops[2], B64)?;
                 let idesc = self.src(i, &ops[3], B32)?;
@@ -993,7 +990,7 @@ impl Lower<'_> {
                 }
                 let enable = self.psrc(i, ops.get(k).ok_or_else(bad)?)?;
                 let scale_d = if ops.len() > k + 1 { self.imm(i, k + 1)? as u8 } else { 0 };
-                Tcgen::Mma { group, tf32, d, a, a_tmem, b, idesc, enable, scale_d, disable }
+                Tcgen::Mma { group, tf32, d, a, a_tmem, a_off, b, idesc, enable, scale_d, disable }
             }
             "commit" => {
                 let bar = self.mem(i, 0, Space::Shared)?.0;

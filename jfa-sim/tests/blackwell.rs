@@ -1,0 +1,91 @@
+//! Compiler-generated Blackwell kernels with known results: a wrong reading of a descriptor, an instruction descriptor
+//! or a layout of tensor memory cannot give a right product.
+
+mod common;
+
+use common::{Matrix, Random, clean, close, floats, poisoned, shape};
+use jfa_sim::{Arch, Config, Machine, Module, ParamValue};
+
+fn machine(seed: u64) -> Machine {
+    // The compiler leaves out fences that hand-written kernels must have.
+    let cfg = Config { seed, threads: 1, spin_limit: 5_000_000, strict_fences: false, ..Config::default() };
+    Machine::new(Arch::Sm100, cfg)
+}
+
+/// What TLX makes of a tensor descriptor: the map, the shape, the strides in elements.
+fn descriptor(m: &Matrix, at: u64, rows: u32, cols: u32) -> Vec<ParamValue> {
+    vec![
+        (&m.map(at, rows, cols)).into(),
+        (m.rows as i32).into(),
+        (m.cols as i32).into(),
+        (m.cols as i64).into(),
+        1i64.into(),
+    ]
+}
+
+fn gemm(text: &str, tile_m: usize, trans_b: bool, seed: u64) {
+    let (m, n, k) = (2 * tile_m, 256, 192);
+    let mut r = Random::new(seed);
+    let a = Matrix::random(m, k, &mut r);
+    let b = if trans_b { Matrix::random(n, k, &mut r) } else { Matrix::random(k, n, &mut r) };
+    let mut gpu = machine(seed);
+    let p = gpu.load(&Module::parse(text).unwrap()).unwrap();
+    let (da, db, dc) = (a.upload(&mut gpu), b.upload(&mut gpu), poisoned(&mut gpu, m * n * 4));
+    let mut args = descriptor(&a, da, tile_m as u32, 64);
+    args.extend(descriptor(&b, db, if trans_b { 128 } else { 64 }, 64));
+    args.extend([dc.into(), 3i32.into(), (n as i32).into(), 0u64.into(), 0u64.into()]);
+    let grid = [(m / tile_m) as u32, (n / 128) as u32, 1];
+    clean(&gpu.launch(&p, "gemm", shape(grid, 256, 1, 82_092), &args).unwrap());
+    let want = |i: usize| (0..k).map(|x| a.at(i / n, x) * if trans_b { b.at(i % n, x) } else { b.at(x, i % n) }).sum::<f64>();
+    close(&floats(&gpu, dc, m * n), want, 1e-4, "c");
+}
+
+#[test]
+fn gemm_128_rows_mn_major_b() {
+    gemm(include_str!("kernels/tlx_gemm_m128_nn.sm_100a.ptx"), 128, false, 1);
+}
+
+#[test]
+fn gemm_128_rows_k_major_b() {
+    gemm(include_str!("kernels/tlx_gemm_m128_tn.sm_100a.ptx"), 128, true, 2);
+}
+
+#[test]
+fn gemm_64_rows_mn_major_b() {
+    gemm(include_str!("kernels/tlx_gemm_m64_nn.sm_100a.ptx"), 64, false, 3);
+}
+
+#[test]
+fn gemm_64_rows_k_major_b() {
+    gemm(include_str!("kernels/tlx_gemm_m64_tn.sm_100a.ptx"), 64, true, 4);
+}
+
+#[test]
+fn attention_with_scores_and_weights_in_tensor_memory() {
+    let (m, n, d) = (256, 192, 64);
+    for seed in 0..3 {
+        let mut r = Random::new(seed);
+        let (q, k, v) = (Matrix::random(m, d, &mut r), Matrix::random(n, d, &mut r), Matrix::random(n, d, &mut r));
+        let mut gpu = machine(seed);
+        let p = gpu.load(&Module::parse(include_str!("kernels/tlx_attention.sm_100a.ptx")).unwrap()).unwrap();
+        let (dq, dk, dv) = (q.upload(&mut gpu), k.upload(&mut gpu), v.upload(&mut gpu));
+        let out = poisoned(&mut gpu, m * d * 4);
+        let mut args = descriptor(&q, dq, 128, 64);
+        args.extend(descriptor(&k, dk, 64, 64));
+        args.extend(descriptor(&v, dv, 64, 64));
+        let scale = 0.125 * std::f32::consts::LOG2_E;
+        args.extend([out.into(), scale.into(), 3i32.into(), (d as i32).into(), 0u64.into(), 0u64.into()]);
+        clean(&gpu.launch(&p, "attention", shape([2, 1, 1], 256, 1, 41_244), &args).unwrap());
+        let weights: Vec<Vec<f64>> = (0..m)
+            .map(|i| {
+                let s: Vec<f64> = (0..n).map(|j| 0.125 * (0..d).map(|x| q.at(i, x) * k.at(j, x)).sum::<f64>()).collect();
+                let top = s.iter().copied().fold(f64::MIN, f64::max);
+                let e: Vec<f64> = s.iter().map(|x| (x - top).exp()).collect();
+                let sum: f64 = e.iter().sum();
+                e.into_iter().map(|x| x / sum).collect()
+            })
+            .collect();
+        let want = |i: usize| (0..n).map(|j| weights[i / d][j] * v.at(j, i % d)).sum::<f64>();
+        close(&floats(&gpu, out, m * d), want, 1e-2, "o");
+    }
+}
