@@ -122,6 +122,7 @@ prop_compose! {
             spare,
             zero_unused_rows,
             guard: 3,
+            hints: (None, None),
         };
         match pairing {
             Pairing::SelfAttention => kv = queries.clone(),
@@ -185,15 +186,16 @@ proptest! {
         }
     }
 
-    /// Strides, index type, capacity, gaps around the batch and the number of threads change no bit of anything.
+    /// Strides, index type, capacity, rows before the batch, length hints and the number of threads change no bit of
+    /// anything.
     #[test]
     fn the_place_in_memory_does_not_matter(
         dtype in dtypes(), case in cases(), strides in strides(), spare in 0usize..200, first in 0usize..5,
-        guard in 0usize..9, threads in 1usize..5,
+        guard in 0usize..9, threads in 1usize..5, hints in (any::<Option<i64>>(), prop::option::of(0i64..100)),
     ) {
         let here = run_dtype(dtype, &backend(), &case);
         let index_type = if case.index_type == IndexType::I64 { IndexType::I32 } else { IndexType::I64 };
-        let moved = Case { strides, spare, first, guard, index_type, ..case.clone() };
+        let moved = Case { strides, spare, first, guard, index_type, hints, ..case.clone() };
         prop_assert_eq!(&run_dtype(dtype, &backend(), &moved), &here, "{:?} moved to {:?}", case, moved);
         prop_assert_eq!(&run_dtype(dtype, &cpu::backend_with_threads(threads), &case), &here, "{} threads", threads);
     }

@@ -234,3 +234,35 @@ fn arguments_that_do_not_fit_are_errors() {
     assert!(text.contains("dbias.len() = 1"), "{text}");
     assert_eq!((dq, dk, dv), (q.clone(), q.clone(), q));
 }
+
+#[test]
+fn eight_threads_share_a_plan() {
+    let problem = Problem::builder(DType::F32, 2, 16)
+        .capacity(6, 200, 200)
+        .mask(Mask::Causal(Alignment::TopLeft))
+        .deterministic(true)
+        .build()
+        .unwrap();
+    let plan = plan(&problem);
+    let run = |plan: &Plan, i: usize| {
+        let lengths: Vec<i64> = (0..6).map(|b| i64::try_from((i * 11 + b * 7) % 31).unwrap()).collect();
+        let rows = usize::try_from(lengths.iter().sum::<i64>()).unwrap();
+        let mut session = Session::new(plan, Batch::self_attention(&lengths).unwrap()).unwrap();
+        let (q, k, v) = (tensor(i, [rows, 2, 16]), tensor(i + 1, [rows, 2, 16]), tensor(i + 2, [rows, 2, 16]));
+        let inputs = Inputs { q: q.as_ref(), k: k.as_ref(), v: v.as_ref(), bias: BiasData::None };
+        let forward = session.forward(&inputs).unwrap();
+        let gradients = session.backward(&inputs, &forward, q.as_ref()).unwrap();
+        (forward, gradients)
+    };
+    let alone: Vec<_> = (0..8).map(|i| run(&plan, i)).collect();
+    std::thread::scope(|scope| {
+        for (i, expected) in alone.iter().enumerate() {
+            let (plan, run) = (plan.clone(), &run);
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    assert_eq!(&run(&plan, i), expected, "thread {i}");
+                }
+            });
+        }
+    });
+}

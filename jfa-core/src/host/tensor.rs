@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use crate::{DType, DataPtr, Error, Result, TensorView};
 
-/// An element type of tensors: `f32`, [`f16`] or [`bf16`].
+/// An element type of tensors: `f32`, [`struct@f16`] or [`bf16`].
 pub trait Element: Copy + Default + Send + Sync + 'static + sealed::Sealed {
     /// The same as a value.
     const DTYPE: DType;

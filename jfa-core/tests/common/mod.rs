@@ -170,6 +170,8 @@ pub struct Case {
     pub zero_unused_rows: bool,
     /// Where to put the tensors: elements before the first one.
     pub guard: usize,
+    /// Longest sequences, as the plan is told: right or wrong.
+    pub hints: (Option<i64>, Option<i64>),
 }
 
 impl Case {
@@ -196,6 +198,7 @@ impl Case {
             spare: 0,
             zero_unused_rows: false,
             guard: 3,
+            hints: (None, None),
         }
     }
 
@@ -246,6 +249,7 @@ impl Case {
             .bias(bias)
             .scale(self.scale)
             .deterministic(true)
+            .max_len_hint(self.hints.0, self.hints.1)
             .zero_unused_rows(self.zero_unused_rows);
         if self.kv_index.is_some() {
             b = b.kv_index(int(self.kv.len() + self.spare));
