@@ -4,7 +4,8 @@
 mod common;
 
 use common::{Matrix, Random, clean, close, floats, poisoned, shape};
-use jfa_sim::{Arch, Config, Machine, Module, ParamValue};
+use common::words;
+use jfa_sim::{Arch, Config, Kind, Machine, Module, ParamValue, Report};
 
 fn machine(seed: u64) -> Machine {
     // The compiler leaves out fences that hand-written kernels must have.
@@ -87,5 +88,90 @@ fn attention_with_scores_and_weights_in_tensor_memory() {
             .collect();
         let want = |i: usize| (0..n).map(|j| weights[i / d][j] * v.at(j, i % d)).sum::<f64>();
         close(&floats(&gpu, out, m * d), want, 1e-2, "o");
+    }
+}
+
+#[test]
+fn gemm_by_pairs_of_ctas() {
+    let (m, n, k) = (512, 256, 192);
+    for seed in 0..3 {
+        let mut r = Random::new(seed + 9);
+        let (a, b) = (Matrix::random(m, k, &mut r), Matrix::random(k, n, &mut r));
+        let mut gpu = machine(seed);
+        let p = gpu.load(&Module::parse(include_str!("kernels/tlx_gemm_pair.sm_100a.ptx")).unwrap()).unwrap();
+        let (da, db, dc) = (a.upload(&mut gpu), b.upload(&mut gpu), poisoned(&mut gpu, m * n * 4));
+        let mut args = descriptor(&a, da, 128, 64);
+        args.extend(descriptor(&b, db, 64, 64));
+        args.extend([dc.into(), 3i32.into(), (n as i32).into(), 0u64.into(), 0u64.into()]);
+        clean(&gpu.launch(&p, "gemm_pair", shape([4, 2, 1], 128, 1, 24_708), &args).unwrap());
+        let want = |i: usize| (0..k).map(|x| a.at(i / n, x) * b.at(x, i % n)).sum::<f64>();
+        close(&floats(&gpu, dc, m * n), want, 1e-4, "c");
+    }
+}
+
+const HAND: &str = include_str!("kernels/blackwell.sm_100a.ptx");
+
+fn tensor_memory(name: &str, seed: u64) -> (Report, Vec<u32>) {
+    let mut gpu = Machine::new(Arch::Sm100, Config { seed, threads: 1, spin_limit: 5_000_000, ..Config::default() });
+    let p = gpu.load(&Module::parse(HAND).unwrap()).unwrap();
+    let out = poisoned(&mut gpu, 128);
+    let r = gpu.launch(&p, name, shape([1, 1, 1], 160, 1, 0), &[out.into()]).unwrap();
+    (r, words(&gpu, out, 32))
+}
+
+#[test]
+fn tensor_memory_faults_are_found() {
+    for seed in 0..4 {
+        let (r, got) = tensor_memory("tmem_good", seed);
+        clean(&r);
+        assert!(got.iter().enumerate().all(|(i, v)| *v == 3 * i as u32));
+        for (name, kind) in [
+            ("tmem_leak", Kind::TensorMemory),
+            ("tmem_columns", Kind::TensorMemory),
+            ("tmem_after_free", Kind::TensorMemory),
+            ("tmem_lanes", Kind::TensorMemory),
+            ("tmem_wait_ld", Kind::TensorOrder),
+            ("tmem_wait_st", Kind::TensorOrder),
+            ("tmem_fence", Kind::TensorOrder),
+            ("tmem_unwritten", Kind::Uninitialised),
+        ] {
+            let (r, _) = tensor_memory(name, seed);
+            assert!(r.findings.iter().any(|f| f.kind == kind && f.line > 0), "{name}: {:?}", r.findings);
+        }
+    }
+}
+
+#[test]
+fn clusters_that_were_taken_over_run_once() {
+    for threads in [1, 2] {
+        let cfg = Config { threads, spin_limit: 5_000_000, ..Config::default() };
+        let mut gpu = Machine::new(Arch::Sm100, cfg);
+        let p = gpu.load(&Module::parse(HAND).unwrap()).unwrap();
+        let count = gpu.alloc(400);
+        gpu.write(count, &[0; 400]).unwrap();
+        let r = gpu.launch(&p, "steal", shape([100, 1, 1], 64, 1, 0), &[count.into()]).unwrap();
+        clean(&r);
+        assert!(words(&gpu, count, 100).iter().all(|n| *n == 1));
+        assert!(r.counters.ctas < 100, "some CTAs must have been taken over");
+    }
+}
+
+#[test]
+fn packed_floats() {
+    let mut gpu = machine(0);
+    let p = gpu.load(&Module::parse(HAND).unwrap()).unwrap();
+    let mut r = Random::new(5);
+    let x: Vec<f32> = (0..128).map(|_| r.normal()).collect();
+    let input = gpu.alloc(512);
+    gpu.write(input, &x.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+    let out = poisoned(&mut gpu, 256);
+    clean(&gpu.launch(&p, "packed", shape([1, 1, 1], 32, 1, 0), &[input.into(), out.into()]).unwrap());
+    for (i, g) in floats(&gpu, out, 64).iter().enumerate() {
+        let (a, b) = (x[i], x[i + 64]);
+        let mut want = a.mul_add(b, a) * b;
+        if i % 2 == 0 {
+            want = want.max(a).max(x[i + 65]);
+        }
+        assert_eq!(*g, want, "{i}");
     }
 }

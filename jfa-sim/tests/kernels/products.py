@@ -90,3 +90,29 @@ def attention(desc_q, desc_k, desc_v, o, scale, tiles, ldo, M: tl.constexpr, N: 
                 tlx.async_dot(q[0], tlx.local_trans(k[0]), s[0], use_acc=False, mBarriers=[s_full[0]], out_dtype=tl.float32)
                 tlx.barrier_wait(p_full[0], i & 1)
                 tlx.async_dot(p[0], v[0], acc[0], use_acc=i > 0, mBarriers=[o_full[0]], out_dtype=tl.float32)
+
+
+@triton.jit
+def gemm_pair(desc_a, desc_b, c, steps, ldc, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """c = a b by pairs of CTAs: each holds half the rows of a tile and loads half the columns of b."""
+    a = tlx.local_alloc((M // 2, K), tlx.dtype_of(desc_a), 1)
+    b = tlx.local_alloc((K, N // 2), tlx.dtype_of(desc_b), 1)
+    acc = tlx.local_alloc((M // 2, N), tl.float32, 1, tlx.storage_kind.tmem)
+    full = tlx.alloc_barriers(num_barriers=1, arrive_count=1)
+    both = tlx.alloc_barriers(num_barriers=1, arrive_count=2)
+    free = tlx.alloc_barriers(num_barriers=1, arrive_count=1)
+    rank = tlx.cluster_cta_rank()
+    lead = rank % 2 == 0
+    tlx.cluster_barrier()
+    for i in range(steps):
+        tlx.barrier_expect_bytes(full[0], 2 * (M // 2 + N // 2) * K)
+        tlx.async_descriptor_load(desc_a, a[0], [tl.program_id(0) * (M // 2), i * K], full[0])
+        tlx.async_descriptor_load(desc_b, b[0], [i * K, tl.program_id(1) * N + (rank % 2) * (N // 2)], full[0])
+        tlx.barrier_wait(full[0], i & 1)
+        tlx.barrier_arrive(both[0], 1, 0)
+        tlx.barrier_wait(both[0], i & 1, pred=lead)
+        tlx.async_dot(a[0], b[0], acc[0], use_acc=i > 0, mBarriers=[free[0]], two_ctas=True, out_dtype=tl.float32)
+        tlx.barrier_wait(free[0], i & 1)
+    rows = tl.program_id(0) * (M // 2) + tl.arange(0, M // 2)
+    cols = tl.program_id(1) * N + tl.arange(0, N)
+    tl.store(c + rows[:, None] * ldc + cols[None, :], tlx.local_load(acc[0]))
