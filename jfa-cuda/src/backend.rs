@@ -37,8 +37,8 @@ pub struct CudaBackend {
 }
 
 impl CudaBackend {
-    /// The backend over an executor: the CUDA driver, or a simulator with its PTX bundles. `variant` prefers kernels of
-    /// that variant. With `validate` every schedule checks the device's offsets first, which waits for the stream;
+    /// The backend over an executor: the CUDA driver, or a simulator with its PTX bundles. `variant` uses that variant's
+    /// kernels for every pass it has kernels for. With `validate` every schedule checks the device's offsets first, which waits for the stream;
     /// `None` asks the environment whenever a plan is made.
     ///
     /// # Errors
@@ -52,7 +52,7 @@ impl CudaBackend {
     ) -> Result<Self> {
         let failed = |e: DriverError| e.for_backend(name);
         let kernels = Arc::new(KernelSet::new(gpu, "jfa-cuda", bundles).map_err(failed)?);
-        let capabilities = capabilities(name, &kernels)?;
+        let capabilities = capabilities(name, &kernels, variant)?;
         if let Some(variant) = variant {
             let known = kernels::variants(&kernels);
             if !known.contains(variant) {
@@ -76,7 +76,7 @@ impl CudaBackend {
 }
 
 /// What the compiled kernels of the first usable device support, as data.
-fn capabilities(name: &str, set: &KernelSet) -> Result<Capabilities> {
+fn capabilities(name: &str, set: &KernelSet, variant: Option<&str>) -> Result<Capabilities> {
     let unavailable = |reason: String| Error::Unavailable { name: name.to_owned(), reason };
     let Some(device) = kernels::best_device(set) else {
         // Every device lacks something; the first one's words say what.
@@ -87,7 +87,7 @@ fn capabilities(name: &str, set: &KernelSet) -> Result<Capabilities> {
         return Err(unavailable(reason));
     };
     let bundle = set.bundle(device).map_err(|e| e.for_backend(name))?;
-    let of_kind = |kind: &'static str| bundle.kernels().iter().filter(move |k| k.tag("kind") == kind);
+    let of_kind = |kind: &'static str| kernels::eligible(bundle.kernels(), kind, variant).map(|(_, k)| k);
     let dtypes =
         DType::ALL.into_iter().filter(|d| of_kind("forward").any(|k| k.tag("dtype") == d.to_string())).collect();
     let widest = of_kind("forward").filter_map(|k| k.tag("head_dim").parse::<i64>().ok()).max().unwrap_or(0);

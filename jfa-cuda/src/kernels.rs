@@ -34,28 +34,38 @@ pub(crate) struct Wanted<'a> {
     pub dtype: DType,
     /// Widest head of the problem.
     pub head_dim: i64,
-    /// Preferred variant.
+    /// The variant asked for.
     pub variant: Option<&'a str>,
 }
 
-/// The narrowest kernel that is wide enough; among those of one width, one of the preferred variant, else a plain one.
+/// Kernels of a kind that a variant may use: its own, where it has any of that kind, else the plain ones. A variant
+/// that was asked for is never replaced silently.
+pub(crate) fn eligible<'a>(
+    all: &'a [KernelInfo],
+    kind: &'a str,
+    variant: Option<&'a str>,
+) -> impl Iterator<Item = (usize, &'a KernelInfo)> {
+    let of_kind = move |k: &&KernelInfo| k.tag("kind") == kind;
+    let own = variant.filter(|v| all.iter().filter(of_kind).any(|k| k.tag("variant") == *v)).unwrap_or("");
+    all.iter().enumerate().filter(move |(_, k)| k.tag("kind") == kind && k.tag("variant") == own)
+}
+
+/// The narrowest kernel that is wide enough.
 pub(crate) fn choose(set: &KernelSet, device: usize, wanted: Wanted) -> jfa_driver::Result<usize> {
-    let what = || format!("{} of {} with head_dim {}", wanted.kind, wanted.dtype, wanted.head_dim);
-    let bundle = set.bundle(device)?;
     let dtype = wanted.dtype.to_string();
-    let best = bundle
-        .kernels()
-        .iter()
-        .enumerate()
-        .filter(|(_, k)| k.tag("kind") == wanted.kind && k.tag("dtype") == dtype)
-        .filter(|(_, k)| k.tag("variant").is_empty() || Some(k.tag("variant")) == wanted.variant)
-        .filter_map(|(i, k)| Some((k.tag("head_dim").parse::<i64>().ok()?, k.tag("variant").is_empty(), i)))
-        .filter(|(dim, ..)| *dim >= wanted.head_dim)
+    let best = eligible(set.bundle(device)?.kernels(), wanted.kind, wanted.variant)
+        .filter(|(_, k)| k.tag("dtype") == dtype)
+        .filter_map(|(i, k)| Some((k.tag("head_dim").parse::<i64>().ok()?, i)))
+        .filter(|(dim, _)| *dim >= wanted.head_dim)
         .min();
     match best {
-        Some((_, _, index)) => Ok(index),
+        Some((_, index)) => Ok(index),
         // Nothing fits: the set's own words list what there is.
-        None => set.find(device, &what(), |_| false),
+        None => {
+            let variant = wanted.variant.map_or_else(String::new, |v| format!(" (variant {v})"));
+            let what = format!("{} of {} with head_dim {}{variant}", wanted.kind, wanted.dtype, wanted.head_dim);
+            set.find(device, &what, |_| false)
+        }
     }
 }
 

@@ -41,7 +41,7 @@ macro_rules! mirror {
 }
 
 /// Bytes of a row block's partial dq: `JFA_BACKWARD_BLOCK_BYTES`.
-pub const BACKWARD_BLOCK_BYTES: usize = 32_768;
+pub const BACKWARD_BLOCK_BYTES: usize = 33_280;
 
 /// A device address in a parameter structure.
 pub type Address = u64;
@@ -119,8 +119,8 @@ mirror! {
         merge_shared_kv: i32,
         /// Visibility.
         mask: Mask,
-        /// Zero.
-        reserved: i32,
+        /// Blocks of the backward's grid per key/value head, rounded up.
+        backward_share: i32,
     }
 
     /// Parameters of the forward kernels.

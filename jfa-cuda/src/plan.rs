@@ -607,7 +607,10 @@ impl BackendPlan for CudaPlan {
             backward_capacity: self.schedule.backward_capacity,
             merge_shared_kv: i32::from(full && self.problem.uses_kv_index && broadcast_q_len < 0),
             mask: self.mask,
-            reserved: 0,
+            backward_share: i32::try_from(
+                u64::from(scope.device_info().multiprocessors).div_ceil(self.problem.heads_kv.unsigned_abs()),
+            )
+            .unwrap_or(i32::MAX),
         };
         let kernel = self.kernels.get(&scope, chosen.schedule).map_err(|e| self.failed(e))?;
         let grid = kernel.info().cluster;

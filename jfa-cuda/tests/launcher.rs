@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use jfa_core::layout::Offsets;
 use jfa_core::memory::DeviceMemory;
 use jfa_core::{
-    Alignment, BackwardArgs, Buffer, Call, DType, DataPtr, Error, ForwardArgs, Layout, LseView, Mask, Plan, Problem,
-    Stream, TensorView,
+    Alignment, AttentionBackend, BackwardArgs, Buffer, Call, DType, DataPtr, Error, ForwardArgs, Layout, LseView, Mask,
+    Plan, Problem, Stream, TensorView,
 };
 use jfa_cuda::params::{BackwardParams, Finding, ForwardParams, ScheduleParams, ValidateParams, ZeroParams};
 use jfa_cuda::{BUNDLES, CudaBackend};
@@ -404,6 +404,24 @@ fn head_dims_go_to_the_narrowest_kernel_that_is_wide_enough() {
 }
 
 #[test]
+fn a_variant_is_used_where_it_exists_and_never_replaced() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let backend = Arc::new(CudaBackend::new(gpu.clone(), BUNDLES, "cuda", Some("g1"), Some(false)).unwrap());
+    assert_eq!(backend.name(), "cuda:g1");
+    let problem = |dim| Problem::builder(DType::BF16, 2, dim).capacity(10, 100, 100).build().unwrap();
+    let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+    for (dim, kernel) in [(32, "forward_g1_64_bf16"), (128, "forward_g1_128_bf16")] {
+        let plan = Plan::new(backend.clone(), &problem(dim)).unwrap();
+        assert_eq!(run(&gpu, &plan, &layout, &forward_args(&problem(dim), 100))[1].kernel, kernel);
+        // It has no backward of its own.
+        let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem(dim), 100)).unwrap();
+        assert_eq!(launches[0].kernel, kernel.replace("forward_g1", "backward"));
+    }
+    let e = Plan::new(backend, &problem(256)).unwrap_err().to_string();
+    assert!(e.contains("'cuda:g1' lacks head_dim 256 (has multiples of 8 in 8..=128)"), "{e}");
+}
+
+#[test]
 fn limits_name_what_is_too_large() {
     let gpu = Recorder::new(&[(9, 0)]);
     let refuse = |problem: Problem, words: &str| {
@@ -550,6 +568,7 @@ fn backward_launches_workspace_and_schedule() {
         let s: ScheduleParams = gpu.take()[0].params();
         assert_eq!((s.backward_rows, i64::from(s.backward_q_tile)), (128, q_tile));
         assert_eq!(s.backward_capacity, 8000 / 128 + 100);
+        assert_eq!(s.backward_share, 66);
         assert!(s.backward_list >= s.forward_list + 8 * s.forward_capacity as u64);
         let end = s.backward_list + 8 * s.backward_capacity as u64;
         assert!(end <= 0x7000_0000 + plan.requirements().schedule_bytes as u64);
@@ -574,7 +593,7 @@ fn backward_launches_workspace_and_schedule() {
         let control = usize::try_from(128 + 4 * 4 * blocks).unwrap();
         assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, control)], "flags start at zero");
         assert_eq!(p.partial, 0x6000_0000 + control.next_multiple_of(256) as u64);
-        let needed = p.partial - 0x6000_0000 + 4 * blocks.unsigned_abs() * 32_768;
+        let needed = p.partial - 0x6000_0000 + 4 * blocks.unsigned_abs() * 33_280;
         assert_eq!(plan.requirements().backward_bytes as u64, needed);
         assert_eq!((p.dq, p.dk, p.dv), (0x1800_0000, 0x2800_0000, 0x3800_0000));
         assert_eq!((p.dq_row_bytes, p.dq_head_bytes), (8 * dim, 2 * dim));
@@ -607,7 +626,7 @@ fn backward_of_short_keys_broadcast_queries_and_empty_sides() {
     assert_eq!((p.blocks, p.broadcast), (2, 100));
     assert_eq!((launches[1].shape.grid, launches[1].shape.threads), ([4 * 2 * 8, 1, 1], 256));
     // 132 blocks over 4 heads are 33 slices.
-    assert_eq!(plan.requirements().backward_bytes, 256 + 4 * 2 * 33 * 32_768);
+    assert_eq!(plan.requirements().backward_bytes, 256 + 4 * 2 * 33 * 33_280);
 
     // No key rows: dq must become zero all the same; no query rows: dk and dv.
     let problem = Problem::builder(DType::F16, 2, 128).capacity(100, 9000, 0).build().unwrap();

@@ -14,6 +14,10 @@ use crate::Places;
 /// Test targets with this prefix need a GPU (and say so where there is none).
 const PREFIX: &str = "gpu";
 
+/// What else the folder holds: the command line, and the library for programs in other languages.
+const BENCH: &str = "jfa-bench";
+const LIBRARY: &str = "libjfa.so";
+
 #[derive(clap::Args)]
 pub struct Options {
     /// Where the folder goes.
@@ -37,7 +41,7 @@ pub fn run(places: &Places, options: &Options) -> Result<()> {
         std::fs::copy(&program, &to).with_context(|| format!("copying {}", program.display()))?;
         // Smaller to carry; a program works with its symbols too.
         let _ = Command::new("strip").arg(&to).status();
-        if name != "jfa-bench" {
+        if name != BENCH && name != LIBRARY {
             tests.push(name);
         }
     }
@@ -46,7 +50,7 @@ pub fn run(places: &Places, options: &Options) -> Result<()> {
     let script = out.join("run.sh");
     std::fs::write(&script, script_text(&tests))?;
     set_executable(&script)?;
-    println!("{}: {} test programs, jfa-bench and run.sh", out.display(), tests.len());
+    println!("{}: {} test programs, {BENCH}, {LIBRARY} and run.sh", out.display(), tests.len());
     if options.build_only {
         return Ok(());
     }
@@ -61,13 +65,14 @@ pub fn run(places: &Places, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Builds the test programs and the command line; returns them by name.
+/// Builds the test programs, the command line and the library; returns them by name.
 fn build(places: &Places) -> Result<Vec<(String, PathBuf)>> {
     let mut out = Vec::new();
     let pattern = format!("{PREFIX}*");
-    for arguments in
-        [vec!["test", "--no-run", "--workspace", "--test", pattern.as_str()], vec!["build", "--package", "jfa-bench"]]
-    {
+    for arguments in [
+        vec!["test", "--no-run", "--workspace", "--test", pattern.as_str()],
+        vec!["build", "--package", "jfa-bench", "--package", "jfa-capi"],
+    ] {
         let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
             .args(&arguments)
             .args(["--release", "--message-format=json-render-diagnostics"])
@@ -77,14 +82,17 @@ fn build(places: &Places) -> Result<Vec<(String, PathBuf)>> {
         ensure!(output.status.success(), "cargo {} failed", arguments.join(" "));
         for line in String::from_utf8(output.stdout)?.lines() {
             let message: serde_json::Value = serde_json::from_str(line)?;
+            let files = message["filenames"].as_array().into_iter().flatten().filter_map(|f| f.as_str());
+            for library in files.map(Path::new).filter(|f| f.file_name() == Some(LIBRARY.as_ref())) {
+                out.push((LIBRARY.to_owned(), library.to_owned()));
+            }
             let (Some(program), Some(target)) = (message["executable"].as_str(), message["target"]["name"].as_str())
             else {
                 continue;
             };
             // Several crates may have a target of one name.
             let package = message["manifest_path"].as_str().and_then(|m| Path::new(m).parent()?.file_name()?.to_str());
-            let name =
-                if target == "jfa-bench" { target.to_owned() } else { format!("{}-{target}", package.unwrap_or("")) };
+            let name = if target == BENCH { target.to_owned() } else { format!("{}-{target}", package.unwrap_or("")) };
             out.push((name, PathBuf::from(program)));
         }
     }
