@@ -78,7 +78,7 @@ typedef struct JfaScheduleParams {
     int32_t backward_capacity;
     int32_t merge_shared_kv;     /* 1: neighbours with the same kv_index and adjoining rows become one sequence (full mask only) */
     JfaMask mask;
-    int32_t reserved;
+    int32_t backward_share;      /* CTAs of the backward per key/value head, rounded up */
 } JfaScheduleParams;
 
 /* Parameters of `jfa_forward_*` (by value, after the tensor maps of q, k, v, o). */
@@ -100,12 +100,14 @@ typedef struct JfaForwardParams {
 } JfaForwardParams;
 
 /* Parameters of `jfa_backward_*` (by value, after the tensor maps of q, k, v, o, do, dq, dk, dv; the last three with boxes of
- * 16 rows). A unit is a tile of JFA_BACKWARD_KEYS keys of one sequence, repeated for every key/value head.
+ * 16 rows). A unit is all tiles of JFA_BACKWARD_KEYS keys of one sequence (JfaUnit.first = -1) or one of them, repeated for
+ * every key/value head.
  *
- * dq of a block of query rows is summed over key tiles in their order: the CTA of a tile adds its share to what the tile before
- * left in `partial`, and the last one stores the sum in dq's own type. With a broadcast query every CTA keeps a sum of its own
- * there instead, and `jfa_backward_reduce_*` (same parameter, heads_q * blocks * 8 CTAs of 256 threads) adds them in the order
- * of the CTAs.
+ * dq of a block of query rows is summed over key tiles in their order in `partial`: the first tile stores its share, later ones
+ * add theirs, the last one takes the sum along and stores dq in its own type. Where the tiles of a sequence are units of their
+ * own, they wait for each other through flags in `control`. With a broadcast query every CTA keeps a sum of its own in `partial`
+ * instead, and `jfa_backward_reduce_*` (same parameter, heads_q * blocks * 8 CTAs of 256 threads) adds them in the order of the
+ * CTAs. Behind the sums of a block stand its values of delta.
  *
  *   q_tile           64 rows at head_dim 128, 128 rows at head_dim 64
  *   row blocks       blocks = total_q / q_tile + batch per query head (a block is q_tile rows of one sequence);
@@ -116,7 +118,7 @@ typedef struct JfaForwardParams {
  *   units            backward_capacity = total_kv / JFA_BACKWARD_KEYS + batch (kv_batch with kv_index)
  */
 #define JFA_BACKWARD_KEYS 128
-#define JFA_BACKWARD_BLOCK_BYTES 32768
+#define JFA_BACKWARD_BLOCK_BYTES 33280
 
 typedef struct JfaBackwardParams {
     const JfaScheduleHeader *header;

@@ -4,6 +4,7 @@
 //   count       each thread walks its sequences and counts units per bin of work (local histogram)
 //   scan        every CTA reads all eight histograms (two lists) through distributed shared memory and derives its own bin bases
 //   scatter     a lane takes a place for its sequence's units, its warp writes them; they stay neighbours
+//   backward    a sequence is one unit, or its key tiles are units where it is too long for one CTA (place_bins)
 //   output      header, sequences[batch], forward and backward lists (params.h)
 //   safety      every offset, length and index is clamped into the buffers: bad input can give wrong numbers, never a fault
 #include "params.h"
@@ -104,66 +105,104 @@ __device__ void forward_units(const JfaScheduleParams& p, const JfaSequence& s, 
     visit(bin_of(max(max(first, middle), last)), units);
 }
 
-// Work of a backward unit in query blocks, plus its fixed part.
-__device__ long long backward_work(const JfaScheduleParams& p, const JfaSequence& s, int key0) {
-    const int end = min(key0 + p.backward_rows, s.kv_len), shift = diagonal_shift(p.mask, s.q_len, s.kv_len);
+// Work of a backward tile in query blocks, plus its fixed part.
+__device__ int tile_work(const JfaScheduleParams& p, const JfaSequence& s, int tile) {
+    const int key0 = tile * p.backward_rows, end = min(key0 + p.backward_rows, s.kv_len), shift = diagonal_shift(p.mask, s.q_len, s.kv_len);
     const int lo = first_row(p.mask, key0, shift), hi = end > key0 ? min(s.q_len, end_row(p.mask, end - 1, shift, s.q_len)) : 0;
     return 1 + (hi > lo ? (hi - 1) / p.backward_q_tile - lo / p.backward_q_tile + 1 : 0);
 }
 
-// Calls visit(bin, units) once: the tiles of a sequence stay together, in their order, which is the order of the sums in dq.
-// Without keys there is one unit, for the zeros in dq.
+// Bins of the backward: by the work of a whole sequence, 32 to a factor of two.
+__device__ int backward_bin_of(float work) {
+    const int b = static_cast<int>(__float_as_uint(work) >> 18) - (127 << 5);
+    return bins - 1 - (b < bins ? b : bins - 1);
+}
+__device__ float work_of_backward_bin(int bin) { return __uint_as_float(static_cast<uint32_t>(bins - 1 - bin + (127 << 5)) << 18); }
+
+// Calls visit(bin, tiles) once. Without keys there is one tile, for the zeros in dq.
 template <class Visit>
-__device__ void backward_units(const JfaScheduleParams& p, const JfaSequence& s, Visit visit) {
-    const int units = s.kv_len ? (s.kv_len + p.backward_rows - 1) / p.backward_rows : (s.q_len ? 1 : 0);
-    if (units == 0) return;
-    visit(bin_of(max(backward_work(p, s, 0), backward_work(p, s, units / 2 * p.backward_rows))), units);
+__device__ void backward_tiles(const JfaScheduleParams& p, const JfaSequence& s, Visit visit) {
+    const int tiles = s.kv_len ? (s.kv_len + p.backward_rows - 1) / p.backward_rows : (s.q_len ? 1 : 0);
+    if (tiles == 0) return;
+    float work = 0.0f;
+    if (tiles <= 4) {
+        for (int t = 0; t < tiles; ++t) work += tile_work(p, s, t);
+    } else {
+        work = tiles * (1.0f / 6.0f) * (tile_work(p, s, 0) + 4 * tile_work(p, s, tiles / 2) + tile_work(p, s, tiles - 1));
+    }
+    visit(backward_bin_of(work), tiles);
 }
 
 enum : int { forward_list, backward_list, lists };
+enum : int { forward_units_of, sequences_of, tiles_of, histograms };  // the latter two: backward
 
 struct SharedMemory {
-    int histogram[lists][bins];
+    int histogram[histograms][bins];
     int cursor[lists][bins];
-    int warp_sum[lists][32];
+    bool split[bins];  // backward: the tiles of these sequences are units of their own
+    float warp_sum[2][32];
 };
 
+// Sum over the CTA's threads up to this one, and over all.
+template <class V>
+struct Sums {
+    V up_to, total;
+};
+template <class V>
+__device__ Sums<V> scan(V value, float (&room)[32]) {
+    static_assert(sizeof(V) == sizeof(float));
+    V* sums = reinterpret_cast<V*>(room);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    V up_to = value;
+    for (int d = 1; d < 32; d *= 2) {
+        const V n = __shfl_up_sync(~0u, up_to, d);
+        if (lane >= d) up_to += n;
+    }
+    if (lane == 31) sums[warp] = up_to;
+    __syncthreads();
+    if (warp == 0) {
+        V w = sums[lane];
+        for (int d = 1; d < 32; d *= 2) {
+            const V n = __shfl_up_sync(~0u, w, d);
+            if (lane >= d) w += n;
+        }
+        sums[lane] = w;
+    }
+    __syncthreads();
+    if (warp) up_to += sums[warp - 1];
+    return {up_to, sums[31]};
+}
+
 // Turns the cluster's histograms into this CTA's place of each bin; returns the number of units of each list.
-__device__ int2 place_bins(SharedMemory& shared, int rank, int size) {
-    const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-    int before[lists] = {}, sum[lists] = {}, scan[lists];
+__device__ int2 place_bins(SharedMemory& shared, const JfaScheduleParams& p, int rank, int size) {
+    const int t = threadIdx.x;
+    int before[histograms] = {}, sum[histograms] = {};
     for (int r = 0; r < size; ++r) {
 #pragma unroll
-        for (int l = 0; l < lists; ++l) {
+        for (int l = 0; l < histograms; ++l) {
             const int n = ptx::load_cluster_i32(ptx::map_to_rank(&shared.histogram[l][t], r));
             before[l] += r < rank ? n : 0;
             sum[l] += n;
         }
     }
     ptx::cluster_arrive();  // a CTA may leave when nobody reads its histogram any more: waited for at the end of the kernel
-#pragma unroll
-    for (int l = 0; l < lists; ++l) {
-        scan[l] = sum[l];
-        for (int d = 1; d < 32; d *= 2) {
-            const int n = __shfl_up_sync(~0u, scan[l], d);
-            scan[l] += lane >= d ? n : 0;
-        }
-        if (lane == 31) shared.warp_sum[l][warp] = scan[l];
+    const Sums<int> forward = scan(sum[forward_units_of], shared.warp_sum[0]);
+    shared.cursor[forward_list][t] = forward.up_to - sum[forward_units_of] + before[forward_units_of];
+    if (!p.backward_list) {
+        __syncthreads();
+        return {forward.total, 0};
     }
+    // Backward: a sequence belongs to one CTA (always with a broadcast query, whose units are dealt), unless it would still be at work when the others have nothing left: begun after all
+    // heavier ones, it must fit into its share of the lighter ones, or into a sixteenth of everything.
+    const Sums<float> work = scan(sum[sequences_of] * work_of_backward_bin(t), shared.warp_sum[1]);
+    const bool split = p.broadcast_q_len < 0 && work_of_backward_bin(t) * p.backward_share > work.total - work.up_to + work.total * (1.0f / 16.0f);
+    shared.split[t] = split;
+    const int units = split ? sum[tiles_of] : sum[sequences_of];
+    __syncthreads();  // before the sums of the first scan are overwritten
+    const Sums<int> backward = scan(units, shared.warp_sum[0]);
+    shared.cursor[backward_list][t] = backward.up_to - units + (split ? before[tiles_of] : before[sequences_of]);
     __syncthreads();
-    if (warp < lists) {
-        int w = shared.warp_sum[warp][lane];
-        for (int d = 1; d < 32; d *= 2) {
-            const int n = __shfl_up_sync(~0u, w, d);
-            w += lane >= d ? n : 0;
-        }
-        shared.warp_sum[warp][lane] = w;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int l = 0; l < lists; ++l) shared.cursor[l][t] = scan[l] - sum[l] + (warp ? shared.warp_sum[l][warp - 1] : 0) + before[l];
-    __syncthreads();
-    return {shared.warp_sum[forward_list][31], shared.warp_sum[backward_list][31]};
+    return {forward.total, backward.total};
 }
 
 }  // namespace
@@ -176,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __gr
     const auto sequence_at = [&](int r) { return static_cast<long long>(r) * round + static_cast<long long>(lane) * warps + warp; };
 
     // Count.
-    for (int l = 0; l < lists; ++l) shared.histogram[l][threadIdx.x] = 0;
+    for (int l = 0; l < histograms; ++l) shared.histogram[l][threadIdx.x] = 0;
     __syncthreads();
     JfaSequence mine = {};
     const int rounds = (p.batch + round - 1) / round;
@@ -185,38 +224,51 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __gr
         if (b >= p.batch) break;
         mine = resolve(p, static_cast<int>(b));
         p.sequences[b] = mine;
-        forward_units(p, mine, [&](int bin, int units) { atomicAdd(&shared.histogram[forward_list][bin], units); });
-        if (p.backward_list) backward_units(p, mine, [&](int bin, int units) { atomicAdd(&shared.histogram[backward_list][bin], units); });
+        forward_units(p, mine, [&](int bin, int units) { atomicAdd(&shared.histogram[forward_units_of][bin], units); });
+        if (p.backward_list) {
+            backward_tiles(p, mine, [&](int bin, int tiles) {
+                atomicAdd(&shared.histogram[sequences_of][bin], 1);
+                atomicAdd(&shared.histogram[tiles_of][bin], tiles);
+            });
+        }
     }
     ptx::cluster_sync();
-    const int2 totals = place_bins(shared, rank, size);
+    const int2 totals = place_bins(shared, p, rank, size);
 
-    // Scatter: a lane takes the place of its sequence's units, the warp writes them.
+    // Scatter: a lane takes the place of its sequence's units, the warp writes them: unit u begins at row (u or, reversed,
+    // units - 1 - u) * rows, or at -1 where rows is negative.
     const auto write = [&](JfaUnit* out, int capacity, int rows, bool reversed, int sequence, int place, int units) {
         for (unsigned some = __ballot_sync(~0u, units > 0); some; some &= some - 1) {
             const int from = __ffs(some) - 1;
             const int n = __shfl_sync(~0u, units, from), at = __shfl_sync(~0u, place, from), b = __shfl_sync(~0u, sequence, from);
-            for (int u = lane; u < n && at + u < capacity; u += 32) out[at + u] = {b, (reversed ? n - 1 - u : u) * rows};
+            const int height = __shfl_sync(~0u, rows, from);
+            for (int u = lane; u < n && at + u < capacity; u += 32) out[at + u] = {b, height < 0 ? -1 : (reversed ? n - 1 - u : u) * height};
         }
     };
     for (int r = 0; r < rounds; ++r) {
         const long long b = sequence_at(r);
         const bool is = b < p.batch;
         if (is && rounds > 1) mine = p.sequences[b];
-        int place = 0, count = 0;
-        const auto take = [&](int list) {
-            return [&, list](int bin, int units) {
-                place = atomicAdd(&shared.cursor[list][bin], units);
+        int place = 0, count = 0, rows = 0;
+        if (is) {
+            forward_units(p, mine, [&](int bin, int units) {
+                place = atomicAdd(&shared.cursor[forward_list][bin], units);
                 count = units;
-            };
-        };
-        if (is) forward_units(p, mine, take(forward_list));
+            });
+        }
         // Heaviest first: a diagonal leaves the last rows the most keys.
         write(p.forward_list, p.forward_capacity, p.forward_rows, p.mask.right >= 0, static_cast<int>(b), place, count);
         if (p.backward_list) {
             count = 0;
-            if (is) backward_units(p, mine, take(backward_list));
-            write(p.backward_list, p.backward_capacity, p.backward_rows, false, static_cast<int>(b), place, count);
+            if (is) {
+                backward_tiles(p, mine, [&](int bin, int tiles) {
+                    const bool split = shared.split[bin];
+                    count = split ? tiles : 1;
+                    rows = split ? p.backward_rows : -1;
+                    place = atomicAdd(&shared.cursor[backward_list][bin], count);
+                });
+            }
+            write(p.backward_list, p.backward_capacity, rows, false, static_cast<int>(b), place, count);
         }
     }
     if (rank == 0 && threadIdx.x == 0) {

@@ -38,7 +38,7 @@ ScheduleParams = struct("ScheduleParams", [
     ("sequences", ptr), ("forward_list", ptr), ("backward_list", ptr), ("total_q", i64), ("total_kv", i64), ("batch", i32),
     ("kv_batch", i32), ("q64", i32), ("kv64", i32), ("broadcast_q_len", i32), ("forward_rows", i32), ("forward_kv_tile", i32),
     ("forward_capacity", i32), ("backward_rows", i32), ("backward_q_tile", i32), ("backward_capacity", i32), ("merge", i32),
-    ("mask", Mask), ("reserved", i32)])
+    ("mask", Mask), ("backward_share", i32)])
 ForwardParams = struct("ForwardParams", [
     ("header", ptr), ("sequences", ptr), ("units", ptr), ("counter", ptr), ("lse", ptr), ("lse_head_stride", i64), ("scale_log2", f32), ("prescale", f32),
     ("heads", i32), ("group", i32), ("packed_log2", i32), ("has_prescale", i32), ("mask", Mask), ("o_rows", i32)])

@@ -30,6 +30,12 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
     while (!mbarrier_try_wait(bar, parity)) {}
 }
 
+// Volatile, so that the compiler reads it where it is used instead of keeping it in a register from the kernel's begin.
+__device__ __forceinline__ int lane_id() {
+    int r;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(r));
+    return r;
+}
 // True in one lane of a converged warp. Code under it may use the uniform datapath, which one lane chosen by index may not.
 __device__ __forceinline__ bool elect_one() {
     uint32_t chosen;
