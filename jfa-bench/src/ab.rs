@@ -272,9 +272,11 @@ fn draw(
     }
     let marks = means.iter().map(|(p, e)| Mark { estimate: *e, backward: *p == Pass::Backward }).collect();
     rows.push(picture::Row { label: "geometric mean".to_owned(), marks, summary: true });
-    let name = |given: &str| {
-        // A plugin is known by its file, not by where it lies.
-        std::path::Path::new(given).file_name().map_or_else(|| given.to_owned(), |f| f.to_string_lossy().into_owned())
+    // A plugin is known by its file's name, not by where it lies.
+    let name = |given: &str| -> String {
+        let file = std::path::Path::new(given).file_name().map_or(given.into(), |f| f.to_string_lossy());
+        let plugin = file.strip_prefix("libjfa_backend_").and_then(|rest| rest.strip_suffix(".so"));
+        plugin.unwrap_or(&file).to_owned()
     };
     let (name_a, name_b) = (name(&args.a), name(&args.b));
     picture::draw(

@@ -9,7 +9,40 @@ use jfa_driver::cuda::{CudaGpu, CudaMemory};
 
 /// Every backend built in, with plugins found by name or path.
 pub fn registry() -> Registry {
-    jfa::registry()
+    #[cfg_attr(not(feature = "sim"), expect(unused_mut, reason = "the simulator is added with its feature"))]
+    let mut registry = jfa::registry();
+    #[cfg(feature = "sim")]
+    registry.register_in("sim", jfa_core::MemorySpace::CudaDevice, Arc::new(simulated));
+    registry
+}
+
+/// `sim:cuda:sm_90a`, or the same with a variant of the backend behind it: the CUDA kernels on the simulator.
+#[cfg(feature = "sim")]
+fn simulated(variant: Option<&str>) -> jfa_core::Result<Arc<dyn AttentionBackend>> {
+    use jfa_sim::gpu::SimGpu;
+    use jfa_sim::{Arch, Config};
+
+    let unknown = || {
+        let given = variant.unwrap_or("");
+        jfa_core::Error::invalid(
+            "variant",
+            given,
+            "a simulated backend is sim:cuda:sm_90a or sim:cuda:sm_100a[:VARIANT]",
+        )
+    };
+    let mut parts = variant.unwrap_or("").splitn(3, ':');
+    if parts.next() != Some("cuda") {
+        return Err(unknown());
+    }
+    let arch = match parts.next() {
+        Some("sm_90a") => Arch::Sm90,
+        Some("sm_100a") => Arch::Sm100,
+        _ => return Err(unknown()),
+    };
+    let gpu = Arc::new(SimGpu::new(arch, Config::default()));
+    let name = format!("sim:cuda:{}", if arch == Arch::Sm90 { "sm_90a" } else { "sm_100a" });
+    let backend = jfa_cuda::CudaBackend::new(gpu, jfa_cuda::BUNDLES, &name, parts.next(), Some(false))?;
+    Ok(Arc::new(backend))
 }
 
 /// One backend: by name, variant (`cpu:4`) or path, or what `JFA_BACKEND` and `auto` choose.
