@@ -44,8 +44,7 @@ fn overhead(c: &mut Criterion) {
     let mut run = |name: &str, lengths: &[i64], rows: i64, fails: bool| {
         let batch = Batch::self_attention(lengths).expect("valid lengths");
         let layout = batch.layout();
-        let call =
-            Call { layout: &layout, schedule: Buffer::EMPTY, workspace: Buffer::EMPTY, stream: Stream::DEFAULT };
+        let call = Call { layout: &layout, schedule: Buffer::EMPTY, workspace: Buffer::EMPTY, stream: Stream::DEFAULT };
         let args = args(rows);
         c.bench_function(name, |b| {
             b.iter(|| {
@@ -83,8 +82,8 @@ fn small(c: &mut Criterion) {
     for lengths in [&[1i64][..], &[16], &[5, 0, 9, 12], &[64; 8]] {
         let name = format!("{} x {}", lengths.len(), lengths.iter().max().expect("not empty"));
         let rows = lengths.iter().sum::<i64>() as usize;
-        let mut session =
-            Session::new(&plan(lengths), Batch::self_attention(lengths).expect("valid lengths")).expect("a host backend");
+        let mut session = Session::new(&plan(lengths), Batch::self_attention(lengths).expect("valid lengths"))
+            .expect("a host backend");
         let x = Tensor::from_fn([rows, HEADS, DIM], |r, h, c| ((r * 31 + h * 17 + c * 7) % 23) as f32 / 23.0);
         let inputs = Inputs { q: x.as_ref(), k: x.as_ref(), v: x.as_ref(), bias: BiasData::None };
         let mut forward = session.forward(&inputs).expect("the forward runs");

@@ -181,7 +181,8 @@ impl Queries {
         let w = 2 * S::LANES;
         let (mut q_taint, mut d_o_taint) = (s.zero(), s.zero());
         let count = self.count;
-        (self.lse[count..].fill(0.0), self.delta[count..].fill(0.0));
+        self.lse[count..].fill(0.0);
+        self.delta[count..].fill(0.0);
         for (l, lane) in self.lanes[..count].iter_mut().enumerate() {
             // SAFETY: the caller's promise.
             unsafe {
@@ -343,7 +344,7 @@ impl Kernel for BackwardTile<'_> {
                 let tile_keys = (tile_end - tile_first) as usize;
                 let panel_stride = key_tile as usize * w;
                 let mut some_hidden_at_all = false;
-                for i in 0..panels {
+                for (i, started) in started[..panels].iter_mut().enumerate() {
                     let vectors = vectors(i);
                     let (p, ds) = (p.wrapping_add(i * panel_stride), ds.wrapping_add(i * panel_stride));
                     let (from, to, masked) = seen(i).unwrap_or((from_all, from_all, true));
@@ -407,11 +408,11 @@ impl Kernel for BackwardTile<'_> {
                             lda: shape.ld,
                             b: ds.add(from * w),
                             c: dq_panels.add(i * q_stride),
-                            into: if started[i] { Into::Add } else { Into::Store },
+                            into: if *started { Into::Add } else { Into::Store },
                             vectors,
                             skip: if some_hidden && k_tainted { p.add(from * w) } else { std::ptr::null() },
                         });
-                        started[i] = true;
+                        *started = true;
                         if dense_gradient {
                             // The panel's rows, through the bias's own scratch, which is free by now.
                             let (first, end) = (from / S::LANES * S::LANES, to.next_multiple_of(S::LANES));
@@ -467,12 +468,12 @@ impl Kernel for BackwardTile<'_> {
             if let Some(turn) = turn {
                 self.call.wait(turn, item.chunk);
             }
-            for i in 0..panels {
+            for (i, started) in started[..panels].iter().enumerate() {
                 let (lanes, vectors) = (panel(i), vectors(i));
                 // SAFETY: panel i lies inside the scratch; rows of `dq` and its sums are validated, and no one else has
                 // this turn.
                 unsafe {
-                    if started[i] {
+                    if *started {
                         let src = dq_panels.add(i * q_stride);
                         from_panel(s, src, shape.dim_padded, vectors, to.rows, shape.ld);
                     } else {

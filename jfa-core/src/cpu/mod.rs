@@ -9,14 +9,19 @@
 //! # Memory
 //! Calls allocate nothing but a few dozen bytes for each helper thread they wake: scratch comes from the caller's
 //! workspace, whose size follows from capacities and the number of threads T. With D, V the head dimensions rounded up
-//! to 16 and n the keys of a tile (120 up to dimension 128, 96 up to 256, else 60), in bytes:
+//! to 16, M the larger of them, t the most keys of a tile (120 up to dimension 128, 96 up to 256, else 60) and n that
+//! rounded up to 16, in bytes:
 //!
-//! - forward: `4 T (128 (2 max(D, V) + D + V + 16) + n (D + V + 128))`, about 0.45 MiB for each thread at dimension 128;
-//! - backward: `4 T (96 (3 D + 3 V + 48) + 8 n (D + V + 32) + 256 n)`, about 1.7 MiB for each thread at dimension 128; and
-//!   f32 sums where several work items add to a gradient that is not itself f32: `4 o_rows heads_q head_dim` for `dq` if
-//!   a sequence may have more than 4 n keys or the query is broadcast, `4 total_kv heads_kv (head_dim + head_dim_v)` for
-//!   `dk` and `dv` if more than 1,536 query rows may share a key/value head; 4 bytes for every 48 query rows and every
-//!   2 n keys; and partial sums of alibi and relative gradients, up to 64 MiB or 16 partial sums, whichever is more.
+//! - forward: `4 T (128 (D + V + M + 16) + n (D + V + 128))`, 0.39 MiB for each thread at dimension 128;
+//! - backward: `4 T (96 (3 D + 2 V + M + 48) + 8 t (D + V + 32) + 256 n)`, 1.48 MiB for each thread at dimension 128
+//!   (`4 T 96 (4 t + 32)` more for a dense bias that heads share); and f32 sums where several work items add to a
+//!   gradient that is not itself f32: `4 o_rows heads_q head_dim` for `dq` if a sequence may have more than 4 t keys or
+//!   the query is broadcast, `4 total_kv heads_kv (head_dim + head_dim_v)` for `dk` and `dv` if more than 1,536 query
+//!   rows may share a key/value head; 4 bytes for every 48 query rows and every 2 t keys of each key/value head where
+//!   there may be such items; and partial sums of alibi and relative gradients, up to 64 MiB or 17 partial sums,
+//!   whichever is more.
+//!
+//! The schedule takes 64 bytes for each key/value sequence (24 more for each sequence with `kv_index`) and 64 KiB.
 //!
 //! # Threads
 //! Loading the library and planning start none. The first call whose work is worth sharing starts T - 1 helpers, kept

@@ -187,7 +187,7 @@ impl ScheduleLayout {
             Ok::<_, Error>(start)
         };
         let table = bias_table(problem) as usize * problem.heads_q as usize * size_of::<f64>();
-        let backward_bundles = if table == 0 { BUNDLES } else { (PARTIAL_BYTES / table).clamp(16, 256) };
+        let backward_bundles = PARTIAL_BYTES.checked_div(table).map_or(BUNDLES, |tables| tables.clamp(16, 256));
         take(1, size_of::<Header>())?;
         let entries = take(kv_batch, size_of::<Entry>())?;
         let forward_bounds = take(BUNDLES + 2, 8)?;

@@ -442,3 +442,43 @@ fn threads_start_with_the_first_call_worth_sharing() {
     assert_eq!(counts, [2, 1, 1]);
     assert!(std::sync::Arc::ptr_eq(&pool, &super::pool::Pool::shared(3)));
 }
+
+#[test]
+fn the_workspace_has_the_size_the_documentation_gives() {
+    use crate::{AttentionBackend, Plan};
+    for threads in [1, 3] {
+        let backend: std::sync::Arc<dyn AttentionBackend> = super::backend_with_threads(threads);
+        for (dim, dim_v) in [(128i64, 128i64), (64, 40), (200, 256), (512, 500), (1, 1)] {
+            let problem = |dtype, rows| {
+                Problem::builder(dtype, 2, dim).head_dim_v(dim_v).capacity(10, rows, rows).build().unwrap()
+            };
+            let needs = |dtype, rows| Plan::new(backend.clone(), &problem(dtype, rows)).unwrap().requirements();
+            let (d, v) = ((dim as usize).next_multiple_of(16), (dim_v as usize).next_multiple_of(16));
+            let t = match dim.max(dim_v) {
+                ..=128 => 120,
+                129..=256 => 96,
+                _ => 60usize,
+            };
+            let (n, m) = (t.next_multiple_of(16), d.max(v));
+            let forward = 4 * threads * (128 * (d + v + m + 16) + n * (d + v + 128));
+            let backward = 4 * threads * (96 * (3 * d + 2 * v + m + 48) + 8 * t * (d + v + 32) + 256 * n);
+            // Each thread's part is rounded up to 256 bytes.
+            let close =
+                |actual: usize, formula: usize| assert!(actual >= formula && actual < formula + threads * 256 + 256);
+            close(needs(DType::BF16, 100).forward_bytes, forward);
+            close(needs(DType::BF16, 100).backward_bytes, backward);
+            // Rows that may be divided among items: turns, and f32 sums unless the gradients are f32.
+            let rows = 2000;
+            let turns = |every: i64| (rows / every + 10) as usize * 2 * 4;
+            let turns = turns(48) + turns(2 * t as i64);
+            let sums = 4 * rows as usize * 2 * (2 * dim + dim_v) as usize;
+            let slack = 5 * 64;
+            let wide = needs(DType::F32, rows).backward_bytes;
+            assert!(wide >= backward + turns && wide < backward + turns + threads * 256 + 256 + slack, "{wide}");
+            let narrow = needs(DType::F16, rows).backward_bytes;
+            // Both are rounded up to 256 bytes.
+            assert!(narrow + 256 > wide + sums && narrow < wide + sums + 256 + slack, "{narrow}");
+            assert_eq!(needs(DType::F16, 100_000).forward_bytes, needs(DType::F16, 1).forward_bytes);
+        }
+    }
+}

@@ -81,7 +81,6 @@ impl Simd for Portable {
         compare(a, b, |a, b| a < b)
     }
     #[inline(always)]
-    #[expect(clippy::float_cmp, reason = "exact equality is what the operation is")]
     fn eq(self, a: F32x8, b: F32x8) -> Mask8 {
         compare(a, b, |a, b| a == b)
     }
