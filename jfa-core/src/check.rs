@@ -17,6 +17,7 @@ pub(crate) struct Checker {
     /// Divisor of strides, in elements; a power of two.
     stride_step: i64,
     pub requirements: Requirements,
+    pub has_backward: bool,
     pub backend: String,
 }
 
@@ -62,8 +63,16 @@ impl Checker {
             base_alignment: base.max(size),
             stride_step: i64::try_from(stride.max(size) / size).unwrap_or(i64::MAX),
             requirements,
+            has_backward: capabilities.backward,
             backend: name.to_owned(),
         })
+    }
+
+    /// What a backward on a backend without one is answered.
+    #[cold]
+    pub fn no_backward(&self) -> Error {
+        let lacks = format!("'{}' lacks a backward (has forward)", self.backend);
+        Error::Unsupported { asked: format!("the backward of {}", self.problem), lacks }
     }
 
     /// A batch without sequences is done as soon as it is seen, unless unused rows are to be zeroed.

@@ -213,13 +213,16 @@ impl Plan {
     /// neither the `dq` of a broadcast query nor `dbias`.
     ///
     /// # Errors
-    /// Those of [`Plan::forward`], for all eleven arguments.
+    /// Those of [`Plan::forward`], for all eleven arguments; [`Error::Unsupported`] when the backend has no backward.
     ///
     /// # Safety
     /// As for [`Plan::forward`]; `o` and `lse` come from a forward with the same inputs.
     #[inline]
     pub unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {
         let Inner { check, plan, .. } = &*self.inner;
+        if !check.has_backward {
+            return Err(check.no_backward());
+        }
         if check.is_idle(call.layout) {
             return Ok(());
         }

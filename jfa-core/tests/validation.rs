@@ -351,6 +351,18 @@ fn unsupported_problems_say_what_is_and_what_is_not() {
     assert!(text.contains("relative bias (has none)"), "{text}");
 }
 
+#[test]
+fn a_backend_without_a_backward_says_so() {
+    let mut caps = capabilities(MemorySpace::Host);
+    caps.backward = false;
+    let mut f = Fixture::host();
+    let backend = Recorder { capabilities: caps, calls: f.calls.clone() };
+    f.plan = Plan::new(Arc::new(backend), &builder().build().unwrap()).unwrap();
+    f.expect_error(f.backward(), &["unsupported: the backward", "'recorder' lacks a backward"]);
+    f.forward().unwrap();
+    assert_eq!(f.calls(), 1);
+}
+
 // ---- offsets, lengths, indices in host memory ----
 
 #[test]
