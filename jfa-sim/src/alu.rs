@@ -377,7 +377,13 @@ fn small_finish<T: Small>(x: f64, sat: bool, relu: bool) -> T {
     let neg = r.wide() < 0.0 || (r.wide() == 0.0 && r.bits() >> 15 == 1);
     if sat {
         let w = r.wide();
-        return if w.is_nan() || w <= 0.0 { T::from(0) } else if w > 1.0 { T::round(1.0, Rnd::Rn) } else { r };
+        return if w.is_nan() || w <= 0.0 {
+            T::from(0)
+        } else if w > 1.0 {
+            T::round(1.0, Rnd::Rn)
+        } else {
+            r
+        };
     }
     if relu && neg { T::from(0) } else { r }
 }
@@ -393,7 +399,10 @@ macro_rules! small_ops {
                         let f: fn(T, T) -> T = $f;
                         f(a, b)
                     }
-                    Some((Alu::A2(f2!(|a: T, b: T| g(a, b))), Alu::A2(f2!(|a: X2<T>, b: X2<T>| X2(g(a.0, b.0), g(a.1, b.1))))))
+                    Some((
+                        Alu::A2(f2!(|a: T, b: T| g(a, b))),
+                        Alu::A2(f2!(|a: X2<T>, b: X2<T>| X2(g(a.0, b.0), g(a.1, b.1)))),
+                    ))
                 }};
             }
             macro_rules! one {
@@ -547,7 +556,7 @@ fn bfe(v: u64, pos: u32, len: u32, bits: u32, signed: bool) -> u64 {
     let msb = bits - 1;
     let fill = signed && (v >> (pos + len - 1).min(msb)) & 1 == 1;
     let field = if pos >= bits { 0 } else { (v & mask_w) >> pos };
-    let avail = if pos >= bits { 0 } else { bits - pos };
+    let avail = bits.saturating_sub(pos);
     let keep = len.min(avail);
     let m = if keep >= 64 { u64::MAX } else { (1u64 << keep) - 1 };
     let mut r = field & m;
@@ -574,7 +583,14 @@ fn ex2(x: f32) -> f32 {
 fn float1(op: &str, m: Mods) -> Option<F1> {
     macro_rules! approx {
         (|$a:ident| $e:expr) => {
-            if m.ftz { f1!(|v: f32| { let $a = ftz(v); canon32(ftz($e)) }) } else { f1!(|$a: f32| canon32($e)) }
+            if m.ftz {
+                f1!(|v: f32| {
+                    let $a = ftz(v);
+                    canon32(ftz($e))
+                })
+            } else {
+                f1!(|$a: f32| canon32($e))
+            }
         };
     }
     Some(match op {
@@ -626,12 +642,16 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
         ("shf", _) => {
             let wrap = has("wrap");
             return Some(A3(match (has("l"), wrap) {
-                (true, true) => f3!(|a: u32, b: u32, c: u32| (((u64::from(b) << 32 | u64::from(a)) << (c & 31)) >> 32) as u32),
+                (true, true) => {
+                    f3!(|a: u32, b: u32, c: u32| (((u64::from(b) << 32 | u64::from(a)) << (c & 31)) >> 32) as u32)
+                }
                 (true, false) => {
                     f3!(|a: u32, b: u32, c: u32| (((u128::from(b) << 32 | u128::from(a)) << c.min(32)) >> 32) as u32)
                 }
                 (false, true) => f3!(|a: u32, b: u32, c: u32| ((u64::from(b) << 32 | u64::from(a)) >> (c & 31)) as u32),
-                (false, false) => f3!(|a: u32, b: u32, c: u32| ((u64::from(b) << 32 | u64::from(a)) >> c.min(32)) as u32),
+                (false, false) => {
+                    f3!(|a: u32, b: u32, c: u32| ((u64::from(b) << 32 | u64::from(a)) >> c.min(32)) as u32)
+                }
             }));
         }
         ("prmt", _) => {
@@ -646,7 +666,9 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
                 Some(_) => return None,
             }));
         }
-        ("bfe", 32) if ty.is_signed() => return Some(A3(f3!(|a: u32, b: u32, c: u32| bfe(u64::from(a), b, c, 32, true) as u32))),
+        ("bfe", 32) if ty.is_signed() => {
+            return Some(A3(f3!(|a: u32, b: u32, c: u32| bfe(u64::from(a), b, c, 32, true) as u32)));
+        }
         ("bfe", 32) => return Some(A3(f3!(|a: u32, b: u32, c: u32| bfe(u64::from(a), b, c, 32, false) as u32))),
         ("bfe", 64) if ty.is_signed() => return Some(A3(f3!(|a: u64, b: u32, c: u32| bfe(a, b, c, 64, true)))),
         ("bfe", 64) => return Some(A3(f3!(|a: u64, b: u32, c: u32| bfe(a, b, c, 64, false)))),
@@ -660,13 +682,22 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
             return Some(A1(match (ty.is_signed(), has("shiftamt")) {
                 (false, false) => f1!(|a: u32| 31u32.wrapping_sub(a.leading_zeros())),
                 (false, true) => f1!(|a: u32| if a == 0 { u32::MAX } else { a.leading_zeros() }),
-                (true, false) => f1!(|a: i32| { let v = (a ^ (a >> 31)) as u32; 31u32.wrapping_sub(v.leading_zeros()) }),
-                (true, true) => f1!(|a: i32| { let v = (a ^ (a >> 31)) as u32; if v == 0 { u32::MAX } else { v.leading_zeros() } }),
+                (true, false) => f1!(|a: i32| {
+                    let v = (a ^ (a >> 31)) as u32;
+                    31u32.wrapping_sub(v.leading_zeros())
+                }),
+                (true, true) => f1!(|a: i32| {
+                    let v = (a ^ (a >> 31)) as u32;
+                    if v == 0 { u32::MAX } else { v.leading_zeros() }
+                }),
             }));
         }
         ("bfind", 64) if !has("shiftamt") => {
             return Some(A1(if ty.is_signed() {
-                f1!(|a: i64| { let v = (a ^ (a >> 63)) as u64; 63u32.wrapping_sub(v.leading_zeros()) })
+                f1!(|a: i64| {
+                    let v = (a ^ (a >> 63)) as u64;
+                    63u32.wrapping_sub(v.leading_zeros())
+                })
             } else {
                 f1!(|a: u64| 63u32.wrapping_sub(a.leading_zeros()))
             }));
@@ -751,8 +782,12 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
                 _ => return None,
             }),
             "mad" if has("hi") => A3(match (ty.is_signed(), ty.bits) {
-                (false, 32) => f3!(|a: u32, b: u32, c: u32| (((u64::from(a) * u64::from(b)) >> 32) as u32).wrapping_add(c)),
-                (true, 32) => f3!(|a: i32, b: i32, c: i32| (((i64::from(a) * i64::from(b)) >> 32) as i32).wrapping_add(c)),
+                (false, 32) => {
+                    f3!(|a: u32, b: u32, c: u32| (((u64::from(a) * u64::from(b)) >> 32) as u32).wrapping_add(c))
+                }
+                (true, 32) => {
+                    f3!(|a: i32, b: i32, c: i32| (((i64::from(a) * i64::from(b)) >> 32) as i32).wrapping_add(c))
+                }
                 (false, 64) => f3!(|a: u64, b: u64, c: u64| mulhi_u64(a, b).wrapping_add(c)),
                 (true, 64) => f3!(|a: i64, b: i64, c: i64| mulhi_i64(a, b).wrapping_add(c)),
                 _ => return None,
@@ -908,17 +943,29 @@ macro_rules! float_cmp {
     ($op:expr, $t:ty, $w:expr) => {{
         match $op {
             "eq" => cmp!(|a, b: $t| $w(a) == $w(b)),
-            "ne" => cmp!(|a, b: $t| { let (x, y) = ($w(a), $w(b)); x < y || x > y }),
+            "ne" => cmp!(|a, b: $t| $w(a).partial_cmp(&$w(b)).is_some_and(std::cmp::Ordering::is_ne)),
             "lt" => cmp!(|a, b: $t| $w(a) < $w(b)),
             "le" => cmp!(|a, b: $t| $w(a) <= $w(b)),
             "gt" => cmp!(|a, b: $t| $w(a) > $w(b)),
             "ge" => cmp!(|a, b: $t| $w(a) >= $w(b)),
-            "equ" => cmp!(|a, b: $t| { let (x, y) = ($w(a), $w(b)); !(x < y || x > y) }),
+            "equ" => cmp!(|a, b: $t| $w(a).partial_cmp(&$w(b)).is_none_or(std::cmp::Ordering::is_eq)),
             "neu" => cmp!(|a, b: $t| $w(a) != $w(b)),
-            "ltu" => cmp!(|a, b: $t| { let (x, y) = ($w(a), $w(b)); x < y || x.is_nan() || y.is_nan() }),
-            "leu" => cmp!(|a, b: $t| { let (x, y) = ($w(a), $w(b)); x <= y || x.is_nan() || y.is_nan() }),
-            "gtu" => cmp!(|a, b: $t| { let (x, y) = ($w(a), $w(b)); x > y || x.is_nan() || y.is_nan() }),
-            "geu" => cmp!(|a, b: $t| { let (x, y) = ($w(a), $w(b)); x >= y || x.is_nan() || y.is_nan() }),
+            "ltu" => cmp!(|a, b: $t| {
+                let (x, y) = ($w(a), $w(b));
+                x < y || x.is_nan() || y.is_nan()
+            }),
+            "leu" => cmp!(|a, b: $t| {
+                let (x, y) = ($w(a), $w(b));
+                x <= y || x.is_nan() || y.is_nan()
+            }),
+            "gtu" => cmp!(|a, b: $t| {
+                let (x, y) = ($w(a), $w(b));
+                x > y || x.is_nan() || y.is_nan()
+            }),
+            "geu" => cmp!(|a, b: $t| {
+                let (x, y) = ($w(a), $w(b));
+                x >= y || x.is_nan() || y.is_nan()
+            }),
             "num" => cmp!(|a, b: $t| !$w(a).is_nan() && !$w(b).is_nan()),
             "nan" => cmp!(|a, b: $t| $w(a).is_nan() || $w(b).is_nan()),
             _ => return None,
@@ -1085,8 +1132,11 @@ impl Cvt {
                 _ => self.small(num::BF16, odd),
             }
         } else {
-            let wide: i128 =
-                if self.from.is_signed() { i128::from(sign_extend(v, self.from.bits)) } else { i128::from(zero_extend(v, self.from.bits)) };
+            let wide: i128 = if self.from.is_signed() {
+                i128::from(sign_extend(v, self.from.bits))
+            } else {
+                i128::from(zero_extend(v, self.from.bits))
+            };
             let wide = if self.sat { clamp_int(wide, self.to) } else { wide };
             let r = wide as u64;
             // A narrow result fills its register: signed values extend their sign.
@@ -1129,7 +1179,13 @@ impl Cvt {
                 _ => 0,
             };
         }
-        let v = if r >= 1.7e38 { i128::MAX } else if r <= -1.7e38 { i128::MIN } else { r as i128 };
+        let v = if r >= 1.7e38 {
+            i128::MAX
+        } else if r <= -1.7e38 {
+            i128::MIN
+        } else {
+            r as i128
+        };
         zero_extend(clamp_int(v, self.to) as u64, self.to.bits)
     }
 }

@@ -58,8 +58,10 @@ impl Counters {
 
     /// Every count with its name, in a fixed order.
     pub fn named(&self) -> Vec<(String, u64)> {
-        let mut v: Vec<(String, u64)> =
-            Class::ALL.iter().map(|c| (format!("warp_instructions.{}", format!("{c:?}").to_lowercase()), self.class(*c))).collect();
+        let mut v: Vec<(String, u64)> = Class::ALL
+            .iter()
+            .map(|c| (format!("warp_instructions.{}", format!("{c:?}").to_lowercase()), self.class(*c)))
+            .collect();
         let rest = [
             ("thread_instructions", self.thread_instructions),
             ("exponentials", self.exponentials),
@@ -93,9 +95,24 @@ impl Counters {
             ($($f:ident),*) => { $(self.$f += o.$f;)* };
         }
         sum!(
-            thread_instructions, exponentials, global_read, global_written, shared_read, shared_written, shared_tensor,
-            shared_passes, bank_conflicts, copied_in, copied_out, reduced_out, mma_16, mma_tf32, tensor_memory,
-            barrier_waits, mbarrier_waits, ctas
+            thread_instructions,
+            exponentials,
+            global_read,
+            global_written,
+            shared_read,
+            shared_written,
+            shared_tensor,
+            shared_passes,
+            bank_conflicts,
+            copied_in,
+            copied_out,
+            reduced_out,
+            mma_16,
+            mma_tf32,
+            tensor_memory,
+            barrier_waits,
+            mbarrier_waits,
+            ctas
         );
     }
 }

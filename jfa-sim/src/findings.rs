@@ -66,7 +66,11 @@ pub struct Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} in {} at PTX line {}, CTA {:?}, thread {}", self.kind, self.kernel, self.line, self.cta, self.thread)?;
+        write!(
+            f,
+            "{:?} in {} at PTX line {}, CTA {:?}, thread {}",
+            self.kind, self.kernel, self.line, self.cta, self.thread
+        )?;
         if let Some(a) = self.address {
             write!(f, ", address {a:#x}")?;
         }

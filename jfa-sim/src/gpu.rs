@@ -5,8 +5,8 @@ use jfa_core::memory::DeviceMemory;
 use jfa_core::{DataPtr, Error, MemorySpace, Stream};
 use jfa_driver::gpu::Entered;
 use jfa_driver::{
-    ComputeCapability, DeviceInfo, DriverError, Element, Gpu, ImageKind, KernelArg, KernelHandle, KernelInfo, LaunchShape,
-    Swizzle, TensorMap, TensorMapSpec,
+    ComputeCapability, DeviceInfo, DriverError, Element, Gpu, ImageKind, KernelArg, KernelHandle, KernelInfo,
+    LaunchShape, Swizzle, TensorMap, TensorMapSpec,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -127,7 +127,13 @@ impl Gpu for SimGpu {
 
     fn leave(&self, _: Entered) {}
 
-    fn load(&self, _: usize, _: jfa_driver::Arch, kernel: &KernelInfo, image: &[u8]) -> jfa_driver::Result<KernelHandle> {
+    fn load(
+        &self,
+        _: usize,
+        _: jfa_driver::Arch,
+        kernel: &KernelInfo,
+        image: &[u8],
+    ) -> jfa_driver::Result<KernelHandle> {
         let text = std::str::from_utf8(image)
             .map_err(|_| DriverError::Bundle(format!("the image of {} is not PTX text", kernel.name)))?
             .trim_end_matches('\0');
@@ -175,7 +181,13 @@ impl Gpu for SimGpu {
         Ok(TensorMap(words))
     }
 
-    unsafe fn launch(&self, _: Stream, kernel: KernelHandle, shape: &LaunchShape, args: &[KernelArg]) -> jfa_driver::Result<()> {
+    unsafe fn launch(
+        &self,
+        _: Stream,
+        kernel: KernelHandle,
+        shape: &LaunchShape,
+        args: &[KernelArg],
+    ) -> jfa_driver::Result<()> {
         let params: Vec<ParamValue> = args
             .iter()
             .map(|a| {

@@ -34,6 +34,8 @@
 //! # Ok::<(), jfa_sim::SimError>(())
 //! ```
 
+#![allow(clippy::needless_range_loop, reason = "lanes and blocks are indices into several arrays at once")]
+
 pub mod alu;
 mod atomics;
 mod clock;

@@ -76,11 +76,12 @@ pub fn lower(ast: &Ast, f: &Function, symbols: &Symbols) -> Res<Kernel> {
             Op::BrxIdx(_, ts) => ts.iter_mut().for_each(|t| *t = labels[*t as usize]),
             _ => {}
         }
-        match inst.op {
-            Op::Bra(NONE) => {
-                return Err(PtxError { line: inst.line, message: "branch to a label that does not exist".into(), text: f.name.clone() });
-            }
-            _ => {}
+        if let Op::Bra(NONE) = inst.op {
+            return Err(PtxError {
+                line: inst.line,
+                message: "branch to a label that does not exist".into(),
+                text: f.name.clone(),
+            });
         }
     }
     let reconverge = cfg::reconvergence(&code);

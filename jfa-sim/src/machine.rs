@@ -45,7 +45,15 @@ pub struct Config {
 
 impl Default for Config {
     fn default() -> Self {
-        Config { seed: 0, shuffle: true, detect: true, threads: 0, spin_limit: 50_000_000, strict_fences: true, sms: 132 }
+        Config {
+            seed: 0,
+            shuffle: true,
+            detect: true,
+            threads: 0,
+            spin_limit: 50_000_000,
+            strict_fences: true,
+            sms: 132,
+        }
     }
 }
 
@@ -305,7 +313,13 @@ impl Machine {
     ///
     /// # Errors
     /// [`SimError`] for what the driver would refuse; faults of the kernel are in the report.
-    pub fn launch(&mut self, program: &Program, kernel: &str, cfg: LaunchConfig, params: &[ParamValue]) -> Result<Report, SimError> {
+    pub fn launch(
+        &mut self,
+        program: &Program,
+        kernel: &str,
+        cfg: LaunchConfig,
+        params: &[ParamValue],
+    ) -> Result<Report, SimError> {
         let k = Arc::clone(program.kernel(kernel)?);
         let refuse = |message: String| Err(SimError::Launch { kernel: kernel.into(), message });
         if params.len() != k.params.len() {
@@ -328,15 +342,15 @@ impl Machine {
         if threads == 0 || threads > 1024 {
             return refuse(format!("{threads} threads in a CTA"));
         }
-        if let Some(r) = k.reqntid {
-            if r.iter().product::<u32>() != threads as u32 {
-                return refuse(format!("the kernel needs CTAs of {r:?} threads, not {:?}", cfg.block));
-            }
+        if let Some(r) = k.reqntid
+            && r.iter().product::<u32>() != threads as u32
+        {
+            return refuse(format!("the kernel needs CTAs of {r:?} threads, not {:?}", cfg.block));
         }
-        if let Some(m) = k.maxntid {
-            if u64::from(m.iter().product::<u32>()) < threads {
-                return refuse(format!("the kernel allows CTAs of {m:?} threads, not {:?}", cfg.block));
-            }
+        if let Some(m) = k.maxntid
+            && u64::from(m.iter().product::<u32>()) < threads
+        {
+            return refuse(format!("the kernel allows CTAs of {m:?} threads, not {:?}", cfg.block));
         }
         let mut cluster = cfg.cluster;
         if let Some(c) = k.reqnctapercluster {
@@ -353,7 +367,7 @@ impl Machine {
         if cfg.grid.contains(&0) {
             return refuse(format!("grid {:?}", cfg.grid));
         }
-        if (0..3).any(|d| cfg.grid[d] % cluster[d] != 0) {
+        if (0..3).any(|d| !cfg.grid[d].is_multiple_of(cluster[d])) {
             return refuse(format!("grid {:?} is not a multiple of the cluster {cluster:?}", cfg.grid));
         }
         if cfg.grid[1] > 65_535 || cfg.grid[2] > 65_535 {

@@ -39,7 +39,7 @@ impl Alloc {
 
     /// Little-endian value of 1, 2, 4 or 8 bytes at an aligned offset inside the allocation.
     pub(crate) fn load(&self, off: usize, bytes: usize) -> u64 {
-        assert!(off + bytes <= self.words.len() * 8 && off % bytes == 0);
+        assert!(off + bytes <= self.words.len() * 8 && off.is_multiple_of(bytes));
         let p = self.ptr(off);
         // SAFETY: in bounds and aligned by the assertion; all accesses are atomic.
         unsafe {
@@ -54,7 +54,7 @@ impl Alloc {
 
     /// Stores 1, 2, 4 or 8 bytes at an aligned offset inside the allocation.
     pub(crate) fn store(&self, off: usize, bytes: usize, v: u64) {
-        assert!(off + bytes <= self.words.len() * 8 && off % bytes == 0);
+        assert!(off + bytes <= self.words.len() * 8 && off.is_multiple_of(bytes));
         let p = self.ptr(off);
         // SAFETY: in bounds and aligned by the assertion; all accesses are atomic.
         unsafe {
@@ -69,7 +69,7 @@ impl Alloc {
 
     /// Replaces the value at an aligned offset by `f` of it, atomically; returns the old one.
     pub(crate) fn update(&self, off: usize, bytes: usize, f: impl Fn(u64) -> u64) -> u64 {
-        assert!(off + bytes <= self.words.len() * 8 && off % bytes == 0);
+        assert!(off + bytes <= self.words.len() * 8 && off.is_multiple_of(bytes));
         let p = self.ptr(off);
         macro_rules! rmw {
             ($t:ty) => {{
@@ -92,7 +92,7 @@ impl Alloc {
     pub(crate) fn read(&self, off: usize, out: &mut [u8]) {
         let mut i = 0;
         while i < out.len() {
-            if (off + i) % 8 == 0 && out.len() - i >= 8 {
+            if (off + i).is_multiple_of(8) && out.len() - i >= 8 {
                 out[i..i + 8].copy_from_slice(&self.load(off + i, 8).to_le_bytes());
                 i += 8;
             } else {
@@ -106,7 +106,7 @@ impl Alloc {
     pub(crate) fn write(&self, off: usize, data: &[u8]) {
         let mut i = 0;
         while i < data.len() {
-            if (off + i) % 8 == 0 && data.len() - i >= 8 {
+            if (off + i).is_multiple_of(8) && data.len() - i >= 8 {
                 self.store(off + i, 8, u64::from_le_bytes(data[i..i + 8].try_into().expect("eight bytes")));
                 i += 8;
             } else {
@@ -187,12 +187,9 @@ impl DeviceMemory {
         let i = self.allocs.partition_point(|a| a.base <= addr);
         let before = i.checked_sub(1).map(|i| &self.allocs[i]);
         match before {
-            Some(a) => format!(
-                "{} bytes past the start of the allocation {:#x} of {} bytes",
-                addr - a.base,
-                a.base,
-                a.size
-            ),
+            Some(a) => {
+                format!("{} bytes past the start of the allocation {:#x} of {} bytes", addr - a.base, a.base, a.size)
+            }
             None => "below every allocation".to_string(),
         }
     }

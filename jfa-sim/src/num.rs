@@ -112,7 +112,11 @@ pub fn f16_to_f32(h: u16) -> f32 {
     let sign = u32::from(h & 0x8000) << 16;
     let rest = u32::from(h & 0x7fff);
     if rest >= 0x7c00 {
-        return f32::from_bits(if rest == 0x7c00 { sign | 0x7f80_0000 } else { sign | 0x7fc0_0000 | (rest & 0x3ff) << 13 });
+        return f32::from_bits(if rest == 0x7c00 {
+            sign | 0x7f80_0000
+        } else {
+            sign | 0x7fc0_0000 | (rest & 0x3ff) << 13
+        });
     }
     // Scaling by 2^112 repairs exponent bias and normalizes subnormals, exactly.
     let v = f32::from_bits(rest << 13) * f32::from_bits(0x7780_0000);

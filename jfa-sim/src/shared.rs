@@ -70,10 +70,7 @@ pub(crate) enum Wrong {
     /// Bytes of an operation in flight.
     InFlight,
     /// A result of agent `slot` that was not waited for.
-    Unordered {
-        slot: u32,
-        was_write: bool,
-    },
+    Unordered { slot: u32, was_write: bool },
     /// Not fenced between the proxies.
     Proxy,
     /// The bytes of an mbarrier.
@@ -173,10 +170,11 @@ impl Shared {
 
     /// Whether all bytes of the range were written.
     pub(crate) fn written(&self, off: usize, len: usize) -> bool {
-        !self.checks || (off / GRAIN..(off + len).div_ceil(GRAIN)).all(|i| {
-            let m = Self::mask(i, off, off + len);
-            self.shadow[i].init & m == m
-        })
+        !self.checks
+            || (off / GRAIN..(off + len).div_ceil(GRAIN)).all(|i| {
+                let m = Self::mask(i, off, off + len);
+                self.shadow[i].init & m == m
+            })
     }
 
     /// The range holds a value that comes from bytes nothing wrote.
@@ -190,7 +188,13 @@ impl Shared {
     }
 
     /// Checks a write of `[off, off + len)` without noting it.
-    pub(crate) fn check_write(&self, off: usize, len: usize, a: &Access<'_>, readers: &Readers) -> Option<(usize, Wrong)> {
+    pub(crate) fn check_write(
+        &self,
+        off: usize,
+        len: usize,
+        a: &Access<'_>,
+        readers: &Readers,
+    ) -> Option<(usize, Wrong)> {
         if !self.checks {
             return None;
         }

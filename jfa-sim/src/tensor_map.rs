@@ -167,7 +167,11 @@ impl TensorMap {
     ) -> Result<TensorMap, TensorMapError> {
         let rank = dims.len();
         if strides.len() + 1 != rank || boxes.len() != rank {
-            return Err(TensorMapError(format!("{rank} dimensions, {} strides, {} box extents", strides.len(), boxes.len())));
+            return Err(TensorMapError(format!(
+                "{rank} dimensions, {} strides, {} box extents",
+                strides.len(),
+                boxes.len()
+            )));
         }
         let mut m = TensorMap {
             dtype,
@@ -199,7 +203,7 @@ impl TensorMap {
         if !(1..=5).contains(&self.rank) {
             return e(format!("rank {}", self.rank));
         }
-        if self.address % 16 != 0 {
+        if !self.address.is_multiple_of(16) {
             return e(format!("address {:#x} is not a multiple of 16", self.address));
         }
         for d in 0..self.rank {
@@ -212,12 +216,12 @@ impl TensorMap {
             if self.element_strides[d] == 0 || self.element_strides[d] > 8 {
                 return e(format!("element stride {} of dimension {d}", self.element_strides[d]));
             }
-            if d > 0 && (self.strides[d - 1] % 16 != 0 || self.strides[d - 1] >= 1 << 40) {
+            if d > 0 && (!self.strides[d - 1].is_multiple_of(16) || self.strides[d - 1] >= 1 << 40) {
                 return e(format!("stride {} of dimension {d} (bytes)", self.strides[d - 1]));
             }
         }
         let inner = self.boxes[0] as usize * self.dtype.bytes();
-        if inner % 16 != 0 {
+        if !inner.is_multiple_of(16) {
             return e(format!("inner box extent of {inner} bytes is not a multiple of 16"));
         }
         if self.swizzle != Swizzle::None && inner > self.swizzle.width() {
@@ -303,7 +307,9 @@ impl TensorMap {
                     return Err(TensorMapError("interleaved layouts and other atomicities are not supported".into()));
                 }
             }
-            MapField::Swizzle => m.swizzle = [Swizzle::None, Swizzle::B32, Swizzle::B64, Swizzle::B128][(v & 3) as usize],
+            MapField::Swizzle => {
+                m.swizzle = [Swizzle::None, Swizzle::B32, Swizzle::B64, Swizzle::B128][(v & 3) as usize]
+            }
             MapField::Fill => m.nan_fill = v != 0,
         }
         *b = m.encode();
@@ -351,7 +357,11 @@ impl TensorMap {
                                 f(off, lo * es, None);
                             }
                             if hi > lo {
-                                f(off + lo * es, (hi - lo) * es, Some(addr.wrapping_add(((c0 + lo as i64) as u64).wrapping_mul(es as u64))));
+                                f(
+                                    off + lo * es,
+                                    (hi - lo) * es,
+                                    Some(addr.wrapping_add(((c0 + lo as i64) as u64).wrapping_mul(es as u64))),
+                                );
                             }
                             if hi < n[0] {
                                 f(off + hi * es, (n[0] - hi) * es, None);
@@ -359,7 +369,8 @@ impl TensorMap {
                         } else {
                             for i0 in 0..n[0] {
                                 let c = c0 + i0 as i64 * step;
-                                let a = (c >= 0 && (c as u64) < self.dims[0]).then(|| addr.wrapping_add(c as u64 * es as u64));
+                                let a = (c >= 0 && (c as u64) < self.dims[0])
+                                    .then(|| addr.wrapping_add(c as u64 * es as u64));
                                 f(off + i0 * es, es, a);
                             }
                         }
@@ -377,7 +388,9 @@ mod tests {
 
     #[test]
     fn encodes_and_decodes() {
-        let mut m = TensorMap::tiled(DataType::Bf16, 0x1000, &[128, 1 << 32, 3], &[256, 4096], &[64, 128, 1], Swizzle::B128).unwrap();
+        let mut m =
+            TensorMap::tiled(DataType::Bf16, 0x1000, &[128, 1 << 32, 3], &[256, 4096], &[64, 128, 1], Swizzle::B128)
+                .unwrap();
         m.nan_fill = true;
         assert_eq!(TensorMap::decode(&m.encode()).unwrap(), m);
         assert!(TensorMap::decode(&[0; 128]).is_err());

@@ -3,8 +3,8 @@
 
 mod common;
 
-use common::{Matrix, Random, clean, close, floats, poisoned, shape};
 use common::words;
+use common::{Matrix, Random, clean, close, floats, poisoned, shape};
 use jfa_sim::{Arch, Config, Kind, Machine, Module, ParamValue, Report};
 
 fn machine(seed: u64) -> Machine {
@@ -37,7 +37,8 @@ fn gemm(text: &str, tile_m: usize, trans_b: bool, seed: u64) {
     args.extend([dc.into(), 3i32.into(), (n as i32).into(), 0u64.into(), 0u64.into()]);
     let grid = [(m / tile_m) as u32, (n / 128) as u32, 1];
     clean(&gpu.launch(&p, "gemm", shape(grid, 256, 1, 82_092), &args).unwrap());
-    let want = |i: usize| (0..k).map(|x| a.at(i / n, x) * if trans_b { b.at(i % n, x) } else { b.at(x, i % n) }).sum::<f64>();
+    let want =
+        |i: usize| (0..k).map(|x| a.at(i / n, x) * if trans_b { b.at(i % n, x) } else { b.at(x, i % n) }).sum::<f64>();
     close(&floats(&gpu, dc, m * n), want, 1e-4, "c");
 }
 
@@ -79,7 +80,8 @@ fn attention_with_scores_and_weights_in_tensor_memory() {
         clean(&gpu.launch(&p, "attention", shape([2, 1, 1], 256, 1, 41_244), &args).unwrap());
         let weights: Vec<Vec<f64>> = (0..m)
             .map(|i| {
-                let s: Vec<f64> = (0..n).map(|j| 0.125 * (0..d).map(|x| q.at(i, x) * k.at(j, x)).sum::<f64>()).collect();
+                let s: Vec<f64> =
+                    (0..n).map(|j| 0.125 * (0..d).map(|x| q.at(i, x) * k.at(j, x)).sum::<f64>()).collect();
                 let top = s.iter().copied().fold(f64::MIN, f64::max);
                 let e: Vec<f64> = s.iter().map(|x| (x - top).exp()).collect();
                 let sum: f64 = e.iter().sum();

@@ -49,7 +49,11 @@ fn pair(bad: &str, good: &str, kind: Kind, setup: &Setup) {
 fn pair_any(bad: &str, good: &str, kinds: &[Kind], setup: &Setup) {
     for seed in 0..8 {
         let r = run(bad, seed, setup);
-        assert!(r.findings.iter().any(|f| kinds.contains(&f.kind)), "{bad} with seed {seed} lacks {kinds:?}:\n{}", text(&r));
+        assert!(
+            r.findings.iter().any(|f| kinds.contains(&f.kind)),
+            "{bad} with seed {seed} lacks {kinds:?}:\n{}",
+            text(&r)
+        );
         for f in r.findings.iter().filter(|f| kinds.contains(&f.kind)) {
             assert!(f.line > 0 && f.kernel == bad, "{f}");
         }

@@ -169,16 +169,16 @@ fn run(file: &Path, seed: Option<u64>, quiet: bool) -> Res<usize> {
     let text = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
     let mut value: serde_json::Value = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", file.display()))?;
     // One launch may stand in the file itself.
-    if let Some(o) = value.as_object_mut() {
-        if o.contains_key("kernel") {
-            let mut l = serde_json::Map::new();
-            for k in ["kernel", "grid", "block", "cluster", "smem", "params"] {
-                if let Some(v) = o.remove(k) {
-                    l.insert(k.into(), v);
-                }
+    if let Some(o) = value.as_object_mut()
+        && o.contains_key("kernel")
+    {
+        let mut l = serde_json::Map::new();
+        for k in ["kernel", "grid", "block", "cluster", "smem", "params"] {
+            if let Some(v) = o.remove(k) {
+                l.insert(k.into(), v);
             }
-            o.insert("launches".into(), serde_json::Value::Array(vec![l.into()]));
         }
+        o.insert("launches".into(), serde_json::Value::Array(vec![l.into()]));
     }
     let job: Job = serde_json::from_value(value).map_err(|e| format!("{}: {e}", file.display()))?;
     let base = file.parent().unwrap_or(Path::new("."));
@@ -190,7 +190,13 @@ fn run(file: &Path, seed: Option<u64>, quiet: bool) -> Res<usize> {
         a if a.starts_with("sm_10") => Arch::Sm100,
         a => return Err(format!("unknown architecture {a}")),
     };
-    let mut cfg = Config { seed: seed.unwrap_or(job.seed), shuffle: job.shuffle, detect: job.detect, threads: job.threads, ..Config::default() };
+    let mut cfg = Config {
+        seed: seed.unwrap_or(job.seed),
+        shuffle: job.shuffle,
+        detect: job.detect,
+        threads: job.threads,
+        ..Config::default()
+    };
     if let Some(n) = job.spin_limit {
         cfg.spin_limit = n;
     }
@@ -210,7 +216,12 @@ fn run(file: &Path, seed: Option<u64>, quiet: bool) -> Res<usize> {
             programs.insert(path.clone(), m.load(&module).map_err(|e| e.to_string())?);
         }
         let params = l.params.iter().map(|p| param(p, &bufs)).collect::<Res<Vec<_>>>()?;
-        let shape = LaunchConfig { grid: dims(&l.grid)?, block: dims(&l.block)?, cluster: dims(&l.cluster)?, dynamic_smem: l.smem };
+        let shape = LaunchConfig {
+            grid: dims(&l.grid)?,
+            block: dims(&l.block)?,
+            cluster: dims(&l.cluster)?,
+            dynamic_smem: l.smem,
+        };
         let r = m.launch(&programs[&path], &l.kernel, shape, &params).map_err(|e| e.to_string())?;
         total += r.findings.len();
         if !quiet {
@@ -309,7 +320,8 @@ fn load_buffer(m: &mut Machine, base: &Path, b: &Buffer) -> Res<Loaded> {
         None | Some("zero") => m.write(addr, &vec![0; want]).map_err(|e| e.to_string())?,
         Some("nan") => m.write(addr, &vec![0xff; want]).map_err(|e| e.to_string())?,
         Some(x) => {
-            let v = x.strip_prefix("0x").and_then(|h| u8::from_str_radix(h, 16).ok()).ok_or_else(|| format!("fill {x}"))?;
+            let v =
+                x.strip_prefix("0x").and_then(|h| u8::from_str_radix(h, 16).ok()).ok_or_else(|| format!("fill {x}"))?;
             m.write(addr, &vec![v; want]).map_err(|e| e.to_string())?;
         }
     }
@@ -334,8 +346,18 @@ fn npy_header(raw: &[u8]) -> Res<(String, Vec<usize>, usize)> {
         return Err(bad());
     }
     let descr = h.split("'descr':").nth(1).and_then(|s| s.split('\'').nth(1)).ok_or_else(bad)?;
-    let shape = h.split("'shape':").nth(1).and_then(|s| s.split('(').nth(1)).and_then(|s| s.split(')').next()).ok_or_else(bad)?;
-    let shape = shape.split(',').map(str::trim).filter(|s| !s.is_empty()).map(|s| s.parse().map_err(|_| bad())).collect::<Res<_>>()?;
+    let shape = h
+        .split("'shape':")
+        .nth(1)
+        .and_then(|s| s.split('(').nth(1))
+        .and_then(|s| s.split(')').next())
+        .ok_or_else(bad)?;
+    let shape = shape
+        .split(',')
+        .map(str::trim)
+        .filter(|s| !s.is_empty())
+        .map(|s| s.parse().map_err(|_| bad()))
+        .collect::<Res<_>>()?;
     Ok((descr.into(), shape, at + len))
 }
 
@@ -382,7 +404,9 @@ fn param_bytes(p: &Param, bufs: &BTreeMap<String, Loaded>) -> Res<(Vec<u8>, usiz
         Param::F64(v) => scalar(v.to_le_bytes().to_vec()),
         Param::Ptr(Pointer::Null(())) => scalar(0u64.to_le_bytes().to_vec()),
         Param::Ptr(Pointer::Name(n)) => scalar(find(n)?.addr.to_le_bytes().to_vec()),
-        Param::Ptr(Pointer::At { buffer, offset }) => scalar(find(buffer)?.addr.wrapping_add_signed(*offset).to_le_bytes().to_vec()),
+        Param::Ptr(Pointer::At { buffer, offset }) => {
+            scalar(find(buffer)?.addr.wrapping_add_signed(*offset).to_le_bytes().to_vec())
+        }
         Param::Hex(h) => {
             let h: Vec<char> = h.chars().filter(|c| !c.is_whitespace()).collect();
             let b = h
@@ -393,7 +417,8 @@ fn param_bytes(p: &Param, bufs: &BTreeMap<String, Loaded>) -> Res<(Vec<u8>, usiz
         }
         Param::TensorMap(t) => {
             let addr = find(&t.buffer)?.addr.wrapping_add_signed(t.offset);
-            let mut map = TensorMap::tiled(t.dtype, addr, &t.dims, &t.strides, &t.boxes, t.swizzle).map_err(|e| e.to_string())?;
+            let mut map =
+                TensorMap::tiled(t.dtype, addr, &t.dims, &t.strides, &t.boxes, t.swizzle).map_err(|e| e.to_string())?;
             for (d, s) in map.element_strides.iter_mut().zip(&t.element_strides) {
                 *d = *s;
             }

@@ -31,9 +31,23 @@ impl<'a> Cluster<'a> {
     }
 
     /// Finds the place of `len` bytes at `addr`; reports and returns `None` if there is none.
-    pub(crate) fn resolve(&mut self, w: &Warp, lane: u32, space: Space, addr: u64, len: usize, align: usize) -> Option<Loc<'a>> {
-        if addr % align as u64 != 0 {
-            self.report(w, lane, Kind::Misaligned, Some(addr), format!("an access of {len} bytes must be aligned to {align}"));
+    pub(crate) fn resolve(
+        &mut self,
+        w: &Warp,
+        lane: u32,
+        space: Space,
+        addr: u64,
+        len: usize,
+        align: usize,
+    ) -> Option<Loc<'a>> {
+        if !addr.is_multiple_of(align as u64) {
+            self.report(
+                w,
+                lane,
+                Kind::Misaligned,
+                Some(addr),
+                format!("an access of {len} bytes must be aligned to {align}"),
+            );
             return None;
         }
         let (space, a) = match space {
@@ -70,7 +84,13 @@ impl<'a> Cluster<'a> {
                 if a as usize + len <= size {
                     return Some(Loc::Local(lane as usize * size + a as usize));
                 }
-                self.report(w, lane, Kind::OutOfBounds, Some(addr), format!("{len} bytes outside {size} bytes of local memory"));
+                self.report(
+                    w,
+                    lane,
+                    Kind::OutOfBounds,
+                    Some(addr),
+                    format!("{len} bytes outside {size} bytes of local memory"),
+                );
             }
             Space::Param => {
                 if a as usize + len <= self.l.params.len() {
@@ -83,7 +103,13 @@ impl<'a> Cluster<'a> {
                 if let Some((al, off)) = mem.find(a, len, &mut self.hint) {
                     return Some(Loc::Global(al, off));
                 }
-                self.report(w, lane, Kind::OutOfBounds, Some(addr), format!("{len} bytes of device memory: {}", mem.describe(a)));
+                self.report(
+                    w,
+                    lane,
+                    Kind::OutOfBounds,
+                    Some(addr),
+                    format!("{len} bytes of device memory: {}", mem.describe(a)),
+                );
             }
         }
         None
@@ -126,7 +152,13 @@ impl<'a> Cluster<'a> {
     /// As [`Cluster::read`], where bytes that nothing wrote are a fault at once.
     pub(crate) fn read_written(&mut self, w: &Warp, lane: u32, loc: Loc<'a>, addr: u64, out: &mut [u8]) {
         if self.read(w, lane, loc, out) {
-            self.report(w, lane, Kind::Uninitialised, Some(addr), format!("a read of {} bytes, some of which nothing wrote", out.len()));
+            self.report(
+                w,
+                lane,
+                Kind::Uninitialised,
+                Some(addr),
+                format!("a read of {} bytes, some of which nothing wrote", out.len()),
+            );
         }
     }
 
@@ -221,7 +253,16 @@ impl<'a> Cluster<'a> {
     /// Checks and notes a write of shared memory by a thread. Warps that write what is there already (`same`) do not
     /// race with the warp that wrote it: compilers let all warps store a uniform value.
     #[expect(clippy::too_many_arguments, reason = "the parts of one access")]
-    pub(crate) fn note_shared_write(&mut self, w: &Warp, lane: u32, cta: usize, off: usize, len: usize, atomic: bool, same: bool) {
+    pub(crate) fn note_shared_write(
+        &mut self,
+        w: &Warp,
+        lane: u32,
+        cta: usize,
+        off: usize,
+        len: usize,
+        atomic: bool,
+        same: bool,
+    ) {
         let a = Access { slot: w.index as u32, clock: w.clock(), know: &w.know, is_async: false, atomic };
         let s = &mut self.ctas[cta].smem;
         let wrong = s.check_write(off, len, &a, &self.readers);
@@ -244,7 +285,16 @@ impl<'a> Cluster<'a> {
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parts of one message")]
-    pub(crate) fn report_wrong(&mut self, w: &Warp, lane: u32, cta: usize, off: usize, wrong: Wrong, verb: &str, is_async: bool) {
+    pub(crate) fn report_wrong(
+        &mut self,
+        w: &Warp,
+        lane: u32,
+        cta: usize,
+        off: usize,
+        wrong: Wrong,
+        verb: &str,
+        is_async: bool,
+    ) {
         let addr = Some(self.shared_addr(cta, off));
         let by = if is_async { "asynchronous " } else { "" };
         match wrong {

@@ -144,7 +144,13 @@ impl<'a> Cluster<'a> {
 
     pub(super) fn check_bar(&mut self, w: &Warp, lane: u32, s: Spot, addr: u64) {
         match self.ctas[s.0].mbars.get(&(s.1 as u32)) {
-            None => self.report(w, lane, Kind::Mbarrier, Some(addr), "a copy is to complete on what is not an mbarrier".into()),
+            None => self.report(
+                w,
+                lane,
+                Kind::Mbarrier,
+                Some(addr),
+                "a copy is to complete on what is not an mbarrier".into(),
+            ),
             Some(b) => {
                 let (slot, clock) = b.init_by;
                 if w.know.all.get(slot) < clock {
@@ -176,7 +182,13 @@ impl<'a> Cluster<'a> {
             Loc::Global(a, off) => a.read(off, &mut b),
             Loc::Param(off) => b.copy_from_slice(&self.l.params[off..off + 128]),
             _ => {
-                self.report(w, lane, Kind::BadOperand, Some(addr), "a tensor map must be in parameter, constant or device memory".into());
+                self.report(
+                    w,
+                    lane,
+                    Kind::BadOperand,
+                    Some(addr),
+                    "a tensor map must be in parameter, constant or device memory".into(),
+                );
                 return None;
             }
         }
@@ -191,7 +203,13 @@ impl<'a> Cluster<'a> {
 
     fn coords(&mut self, w: &Warp, lane: u32, map: &TensorMap, coords: &[Src]) -> Option<[i32; 5]> {
         if coords.len() != map.rank {
-            self.report(w, lane, Kind::BadOperand, None, format!("{} coordinates for a tensor map of rank {}", coords.len(), map.rank));
+            self.report(
+                w,
+                lane,
+                Kind::BadOperand,
+                None,
+                format!("{} coordinates for a tensor map of rank {}", coords.len(), map.rank),
+            );
             return None;
         }
         let mut c = [0; 5];
@@ -246,7 +264,13 @@ impl<'a> Cluster<'a> {
                     if take > 0 && self.resolve(w, lane, Space::Global, s, take, n).is_none() {
                         take = 0;
                     }
-                    let a = Access { slot: w.index as u32, clock: w.clock(), know: &w.know, is_async: false, atomic: false };
+                    let a = Access {
+                        slot: w.index as u32,
+                        clock: w.clock(),
+                        know: &w.know,
+                        is_async: false,
+                        atomic: false,
+                    };
                     if let Some((at, wrong)) = self.ctas[to.0].smem.check_write(to.1, n, &a, &self.readers) {
                         self.report_wrong(w, lane, to.0, at, wrong, "write", true);
                     }
@@ -297,11 +321,14 @@ impl<'a> Cluster<'a> {
             Copy::BulkLoad { dst, src, bytes, bar, multicast } => {
                 for lane in lanes(mask) {
                     let n = self.lane_src(w, *bytes, lane) as u32 as usize;
-                    let (d, s, b) = (self.lane_addr(w, *dst, lane), self.lane_addr(w, *src, lane), self.lane_addr(w, *bar, lane));
+                    let (d, s, b) =
+                        (self.lane_addr(w, *dst, lane), self.lane_addr(w, *src, lane), self.lane_addr(w, *bar, lane));
                     if !self.bulk_size(w, lane, n) {
                         continue;
                     }
-                    let (Some(d), Some(b)) = (self.spot(w, lane, d, n, 16), self.bar_spot(w, lane, b)) else { continue };
+                    let (Some(d), Some(b)) = (self.spot(w, lane, d, n, 16), self.bar_spot(w, lane, b)) else {
+                        continue;
+                    };
                     if self.resolve(w, lane, Space::Global, s, n, 16).is_none() {
                         continue;
                     }
@@ -314,7 +341,8 @@ impl<'a> Cluster<'a> {
             Copy::BulkCluster { dst, src, bytes, bar, red } => {
                 for lane in lanes(mask) {
                     let n = self.lane_src(w, *bytes, lane) as u32 as usize;
-                    let (d, s, b) = (self.lane_addr(w, *dst, lane), self.lane_addr(w, *src, lane), self.lane_addr(w, *bar, lane));
+                    let (d, s, b) =
+                        (self.lane_addr(w, *dst, lane), self.lane_addr(w, *src, lane), self.lane_addr(w, *bar, lane));
                     if !self.bulk_size(w, lane, n) {
                         continue;
                     }
@@ -349,11 +377,14 @@ impl<'a> Cluster<'a> {
             }
             Copy::TensorLoad { dst, map, coords, bar, multicast } => {
                 for lane in lanes(mask) {
-                    let (d, m, b) = (self.lane_addr(w, *dst, lane), self.lane_addr(w, *map, lane), self.lane_addr(w, *bar, lane));
+                    let (d, m, b) =
+                        (self.lane_addr(w, *dst, lane), self.lane_addr(w, *map, lane), self.lane_addr(w, *bar, lane));
                     let Some(map) = self.tensor_map(w, lane, m) else { continue };
                     let Some(c) = self.coords(w, lane, &map, coords) else { continue };
                     let n = map.box_bytes();
-                    let (Some(d), Some(b)) = (self.spot(w, lane, d, n, 128), self.bar_spot(w, lane, b)) else { continue };
+                    let (Some(d), Some(b)) = (self.spot(w, lane, d, n, 128), self.bar_spot(w, lane, b)) else {
+                        continue;
+                    };
                     self.check_swizzle(w, lane, &map, d.1);
                     let m = multicast.map(|m| self.lane_src(w, m, lane) & 0xffff);
                     let to = self.destinations(w, lane, d, b, m);
@@ -383,7 +414,13 @@ impl<'a> Cluster<'a> {
                         }
                     });
                     if let Some(a) = bad {
-                        self.report(w, lane, Kind::OutOfBounds, Some(a), format!("a tensor store leaves device memory: {}", mem.describe(a)));
+                        self.report(
+                            w,
+                            lane,
+                            Kind::OutOfBounds,
+                            Some(a),
+                            format!("a tensor store leaves device memory: {}", mem.describe(a)),
+                        );
                         continue;
                     }
                     self.store(w, lane, s, n, Target::Tensor { map, coords: c, red });
@@ -410,7 +447,9 @@ impl<'a> Cluster<'a> {
                         data.extend_from_slice(&self.lane_src(w, *v, lane).to_le_bytes()[..n]);
                     }
                     let len = data.len();
-                    let (Some(d), Some(b)) = (self.spot(w, lane, d, len, len), self.spot(w, lane, b, 8, 8)) else { continue };
+                    let (Some(d), Some(b)) = (self.spot(w, lane, d, len, len), self.spot(w, lane, b, 8, 8)) else {
+                        continue;
+                    };
                     if red.is_none() {
                         self.begin_fill(w, lane, &[(d, b)], len);
                     }
@@ -422,10 +461,16 @@ impl<'a> Cluster<'a> {
     }
 
     fn bulk_size(&mut self, w: &Warp, lane: u32, n: usize) -> bool {
-        if n % 16 != 0 {
-            self.report(w, lane, Kind::Misaligned, None, format!("a bulk copy of {n} bytes: the size must be a multiple of 16"));
+        if !n.is_multiple_of(16) {
+            self.report(
+                w,
+                lane,
+                Kind::Misaligned,
+                None,
+                format!("a bulk copy of {n} bytes: the size must be a multiple of 16"),
+            );
         }
-        n > 0 && n % 16 == 0
+        n > 0 && n.is_multiple_of(16)
     }
 
     fn check_swizzle(&mut self, w: &Warp, lane: u32, map: &TensorMap, off: usize) {
@@ -435,8 +480,14 @@ impl<'a> Cluster<'a> {
         };
         // Smaller alignment shifts the pattern: legal, but then descriptors need a base offset; the hardware demands 128 bytes.
         let need = need.min(128);
-        if off % need != 0 {
-            self.report(w, lane, Kind::Misaligned, Some(off as u64), format!("a tensor copy needs shared memory aligned to {need}"));
+        if !off.is_multiple_of(need) {
+            self.report(
+                w,
+                lane,
+                Kind::Misaligned,
+                Some(off as u64),
+                format!("a tensor copy needs shared memory aligned to {need}"),
+            );
         }
     }
 
@@ -520,7 +571,9 @@ impl<'a> Cluster<'a> {
     pub(super) fn pump(&mut self) {
         loop {
             let tick = self.tick;
-            let Some(i) = self.engine.pending.iter().position(|p| p.due <= tick && self.may_complete(p)) else { return };
+            let Some(i) = self.engine.pending.iter().position(|p| p.due <= tick && self.may_complete(p)) else {
+                return;
+            };
             let p = self.engine.pending.remove(i);
             self.complete(p);
         }
@@ -540,7 +593,9 @@ impl<'a> Cluster<'a> {
                 .iter()
                 .any(|q| q.warp == p.warp && matches!(q.job, Job::Elements { group, .. } if group <= *before)),
             // Tensor core work of a CTA runs in order of issue.
-            Job::Tcgen(t) => !self.engine.pending.iter().any(|q| q.id < p.id && matches!(&q.job, Job::Tcgen(u) if u.after(t))),
+            Job::Tcgen(t) => {
+                !self.engine.pending.iter().any(|q| q.id < p.id && matches!(&q.job, Job::Tcgen(u) if u.after(t)))
+            }
             _ => true,
         }
     }
@@ -577,10 +632,20 @@ impl<'a> Cluster<'a> {
                 });
                 self.hint = hint;
                 if let Some(a) = bad {
-                    self.report_at(place, Kind::OutOfBounds, Some(a), format!("a tensor load leaves device memory: {}", mem.describe(a)));
+                    self.report_at(
+                        place,
+                        Kind::OutOfBounds,
+                        Some(a),
+                        format!("a tensor load leaves device memory: {}", mem.describe(a)),
+                    );
                 }
                 if let Some(a) = unwritten {
-                    self.report_at(place, Kind::Uninitialised, Some(a), "a tensor load of device memory that nothing wrote".into());
+                    self.report_at(
+                        place,
+                        Kind::Uninitialised,
+                        Some(a),
+                        "a tensor load of device memory that nothing wrote".into(),
+                    );
                 }
                 if let Some(a) = early {
                     self.report_at(
@@ -601,7 +666,12 @@ impl<'a> Cluster<'a> {
                     al.read(off, &mut data);
                     let (and, or) = al.shadow(off, bytes);
                     if and & INIT == 0 {
-                        self.report_at(place, Kind::Uninitialised, Some(src), "a bulk load of device memory that nothing wrote".into());
+                        self.report_at(
+                            place,
+                            Kind::Uninitialised,
+                            Some(src),
+                            "a bulk load of device memory that nothing wrote".into(),
+                        );
                     }
                     if or & PENDING != 0 {
                         self.report_at(
@@ -628,14 +698,20 @@ impl<'a> Cluster<'a> {
                     op.read_done = true;
                 }
                 let due = self.tick + self.delay();
-                self.engine.pending.push(Pending { id, due, warp, place, job: Job::Store { src, to, bytes, data, owner } });
+                self.engine.pending.push(Pending {
+                    id,
+                    due,
+                    warp,
+                    place,
+                    job: Job::Store { src, to, bytes, data, owner },
+                });
             }
             Job::Store { src, to, bytes, data: Some(data), owner } => {
                 self.write_out(src.1, &to, &data);
-                if let Some(b) = self.engine.bulk.get_mut(&owner) {
-                    if let Some(op) = b.ops.iter_mut().find(|o| o.id == id) {
-                        op.done = true;
-                    }
+                if let Some(b) = self.engine.bulk.get_mut(&owner)
+                    && let Some(op) = b.ops.iter_mut().find(|o| o.id == id)
+                {
+                    op.done = true;
                 }
                 let red = matches!(&to, Target::Tensor { red: Some(_), .. } | Target::Bulk { red: Some(_), .. });
                 if red {
@@ -649,12 +725,17 @@ impl<'a> Cluster<'a> {
                 let slot = self.copy_slot(warp);
                 for (to, src, take, n) in copies {
                     let mut buf = [0u8; 16];
-                    if take > 0 {
-                        if let Some((al, off)) = self.l.mem.find(src, take, &mut self.hint) {
-                            al.read(off, &mut buf[..take]);
-                            if al.shadow(off, take).0 & INIT == 0 {
-                                self.report_at(place, Kind::Uninitialised, Some(src), "cp.async of device memory that nothing wrote".into());
-                            }
+                    if take > 0
+                        && let Some((al, off)) = self.l.mem.find(src, take, &mut self.hint)
+                    {
+                        al.read(off, &mut buf[..take]);
+                        if al.shadow(off, take).0 & INIT == 0 {
+                            self.report_at(
+                                place,
+                                Kind::Uninitialised,
+                                Some(src),
+                                "cp.async of device memory that nothing wrote".into(),
+                            );
                         }
                     }
                     let s = &mut self.ctas[to.0].smem;
@@ -783,17 +864,22 @@ impl<'a> Cluster<'a> {
             .filter_map(|b| b.last_place)
             .collect();
         for p in owners {
-            self.report_at(p, Kind::UnfinishedWork, None, "the thread left without waiting for the reads of its bulk stores".into());
+            self.report_at(
+                p,
+                Kind::UnfinishedWork,
+                None,
+                "the thread left without waiting for the reads of its bulk stores".into(),
+            );
         }
-        let fills: Vec<Place> = self
-            .engine
-            .pending
-            .iter()
-            .filter(|p| !matches!(p.job, Job::Store { .. }))
-            .map(|p| p.place)
-            .collect();
+        let fills: Vec<Place> =
+            self.engine.pending.iter().filter(|p| !matches!(p.job, Job::Store { .. })).map(|p| p.place).collect();
         for p in fills {
-            self.report_at(p, Kind::UnfinishedWork, None, "the CTA ended before this asynchronous operation did".into());
+            self.report_at(
+                p,
+                Kind::UnfinishedWork,
+                None,
+                "the CTA ended before this asynchronous operation did".into(),
+            );
         }
         while let Some(due) = self.next_due() {
             self.tick = self.tick.max(due);
@@ -808,8 +894,14 @@ impl<'a> Cluster<'a> {
             for (off, b) in c.mbars.iter().filter(|(_, b)| b.tx != 0) {
                 let a = self.shared_addr(c.rank as usize, *off as usize);
                 let place = Place { line: b.last_line, cta: c.id, thread: 0 };
-                let what = if b.tx > 0 { "more bytes expected than arrived" } else { "more bytes arrived than were expected" };
-                self.report_at(place, Kind::TransactionCount, Some(a), format!("the phase is left with {} bytes: {what}", b.tx.abs()));
+                let what =
+                    if b.tx > 0 { "more bytes expected than arrived" } else { "more bytes arrived than were expected" };
+                self.report_at(
+                    place,
+                    Kind::TransactionCount,
+                    Some(a),
+                    format!("the phase is left with {} bytes: {what}", b.tx.abs()),
+                );
             }
         }
     }

@@ -160,7 +160,13 @@ impl Cluster<'_> {
             );
         }
         if clash {
-            self.report(w, 0, Kind::TensorRegisters, None, "registers of this wgmma belong to another one in flight".into());
+            self.report(
+                w,
+                0,
+                Kind::TensorRegisters,
+                None,
+                "registers of this wgmma belong to another one in flight".into(),
+            );
             self.finish_products(w);
         }
         let group = w.wg_group;
@@ -171,8 +177,10 @@ impl Cluster<'_> {
         let mut scan = |desc: u64, mn: bool, first: usize, rows: usize, c: &Self| -> Result<(), String> {
             let d = Descriptor::hopper(desc)?;
             let mut sink = vec![0f32; rows * k];
-            read_operand(&c.ctas[cta].smem.data, &d, mn, g.ty, first, rows, k, true, false, &mut sink, |at| touched.push(at))
-                .map_err(|at| format!("descriptor {desc:#018x} reaches shared offset {at:#x}, outside the CTA's memory"))
+            read_operand(&c.ctas[cta].smem.data, &d, mn, g.ty, first, rows, k, true, false, &mut sink, |at| {
+                touched.push(at)
+            })
+            .map_err(|at| format!("descriptor {desc:#018x} reaches shared offset {at:#x}, outside the CTA's memory"))
         };
         let mut r = scan(desc_b, g.trans_b, 0, g.n as usize, self);
         if r.is_ok() && regs.is_none() {
@@ -184,7 +192,13 @@ impl Cluster<'_> {
         }
         for at in touched {
             if at < crate::lower::RESERVED_SHARED as usize {
-                self.report(w, 0, Kind::OutOfBounds, Some(at as u64), "a wgmma operand in the reserved part of shared memory".into());
+                self.report(
+                    w,
+                    0,
+                    Kind::OutOfBounds,
+                    Some(at as u64),
+                    "a wgmma operand in the reserved part of shared memory".into(),
+                );
                 continue;
             }
             self.note_shared_read(w, 0, cta, at, 16, slot, group, true, false);
@@ -357,15 +371,14 @@ impl Cluster<'_> {
         let k = g.k as usize;
         let mut a = vec![0f32; 16 * k];
         let mut b = vec![0f32; k * 8];
-        let regs: Vec<Lanes> = g
-            .a
-            .iter()
-            .map(|s| {
-                let mut v = [0; 32];
-                self.fetch(w, *s, &mut v);
-                v
-            })
-            .collect();
+        let regs: Vec<Lanes> =
+            g.a.iter()
+                .map(|s| {
+                    let mut v = [0; 32];
+                    self.fetch(w, *s, &mut v);
+                    v
+                })
+                .collect();
         fragment_a(g.ty, &regs, &mut a, false);
         for (i, s) in g.b.iter().enumerate() {
             let mut v = [0; 32];

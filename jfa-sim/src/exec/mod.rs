@@ -132,7 +132,8 @@ impl<'a> Cluster<'a> {
         let threads = l.block.iter().product::<u32>();
         let warps_per = threads.div_ceil(32) as usize;
         let size: u32 = l.cluster.iter().product();
-        let bytes = (l.kernel.dynamic_offset + l.dynamic_smem).max(l.kernel.static_shared + crate::lower::RESERVED_SHARED) as usize;
+        let bytes = (l.kernel.dynamic_offset + l.dynamic_smem)
+            .max(l.kernel.static_shared + crate::lower::RESERVED_SHARED) as usize;
         let bytes = bytes.next_multiple_of(16);
         let total = warps_per * size as usize;
         let mut ctas = vec![];
@@ -310,7 +311,11 @@ impl<'a> Cluster<'a> {
                 let line = self.l.kernel.code[(f.pc as usize).min(self.l.kernel.code.len() - 1)].line;
                 let line = if f.wait_line != 0 { f.wait_line } else { line };
                 let what = self.describe_wait(w, &f.state);
-                let _ = write!(text, "\n  CTA {:?} warp {} lanes {:#010x}, line {line}: {what}", self.ctas[w.cta].id, w.id, f.mask);
+                let _ = write!(
+                    text,
+                    "\n  CTA {:?} warp {} lanes {:#010x}, line {line}: {what}",
+                    self.ctas[w.cta].id, w.id, f.mask
+                );
                 if place.is_none() && !matches!(f.state, State::Ready) {
                     place = Some(Place { line, cta: self.ctas[w.cta].id, thread: w.id * 32 + f.mask.trailing_zeros() });
                 }
@@ -333,7 +338,12 @@ impl<'a> Cluster<'a> {
             }
             for (id, b) in c.bars.iter().enumerate().filter(|(_, b)| !b.arrived.is_empty()) {
                 let threads: u32 = self.arrived_threads(c, b);
-                let _ = write!(text, "\n  CTA {:?} barrier {id}: {threads} threads arrived of {}", c.id, self.expected_threads(c, b));
+                let _ = write!(
+                    text,
+                    "\n  CTA {:?} barrier {id}: {threads} threads arrived of {}",
+                    c.id,
+                    self.expected_threads(c, b)
+                );
             }
         }
         let place = place.unwrap_or(Place { line: 0, cta: self.ctas[0].id, thread: 0 });
@@ -346,7 +356,11 @@ impl<'a> Cluster<'a> {
             State::Ready => "runs".into(),
             State::Bar { id, .. } => format!("waits at barrier {id}"),
             State::Mbar { cta, off, phase, .. } => {
-                format!("waits for phase {phase} (parity {}) of mbarrier {off:#x} of CTA {:?}", phase & 1, self.ctas[*cta].id)
+                format!(
+                    "waits for phase {phase} (parity {}) of mbarrier {off:#x} of CTA {:?}",
+                    phase & 1,
+                    self.ctas[*cta].id
+                )
             }
             State::Sync { need, .. } => {
                 format!("waits for lanes {:#010x} of its warp at a warp-synchronous instruction", need & w.live())
@@ -354,7 +368,9 @@ impl<'a> Cluster<'a> {
             State::ClusterBar { .. } => {
                 format!("waits at the cluster barrier, where {} arrivals are counted", self.cluster_arrived.len())
             }
-            State::Bulk { n, read, .. } => format!("waits until {n} bulk groups are left ({})", if *read { "reads" } else { "all" }),
+            State::Bulk { n, read, .. } => {
+                format!("waits until {n} bulk groups are left ({})", if *read { "reads" } else { "all" })
+            }
             State::CopyGroups(n) => format!("waits until {n} cp.async groups are left"),
             State::Sleep(_) => "sleeps".into(),
             State::Tmem(_) => "waits for tensor memory to allocate".into(),

@@ -195,7 +195,13 @@ impl<'a> Cluster<'a> {
                 self.finish_products(w);
             }
             Some(_) => {
-                self.report(w, 0, Kind::TensorOrder, None, "uses the result of a tcgen05.ld before tcgen05.wait::ld".into());
+                self.report(
+                    w,
+                    0,
+                    Kind::TensorOrder,
+                    None,
+                    "uses the result of a tcgen05.ld before tcgen05.wait::ld".into(),
+                );
                 self.tcgen_finish_loads(w);
             }
             None => {}
@@ -271,10 +277,11 @@ impl<'a> Cluster<'a> {
         let pc = w.frags[w.cur].pc;
         let mut all = exec;
         for (k, f) in w.frags.iter().enumerate() {
-            if k != w.cur && f.pc == pc {
-                if let State::Sync { exec, .. } = f.state {
-                    all |= exec;
-                }
+            if k != w.cur
+                && f.pc == pc
+                && let State::Sync { exec, .. } = f.state
+            {
+                all |= exec;
             }
         }
         if need & !all != 0 {
@@ -391,11 +398,7 @@ impl<'a> Cluster<'a> {
                 for i in 0..32 {
                     let carry = u128::from(*use_cc && w.cc >> i & 1 == 1);
                     let (x, y) = (u128::from(a[i] & m), u128::from(b[i] & m));
-                    let r = if *sub {
-                        x.wrapping_sub(y).wrapping_sub(carry)
-                    } else {
-                        x + y + carry
-                    };
+                    let r = if *sub { x.wrapping_sub(y).wrapping_sub(carry) } else { x + y + carry };
                     o[i] = r as u64 & m;
                     cc |= u32::from(r >> bits != 0) << i;
                 }
@@ -431,7 +434,8 @@ impl<'a> Cluster<'a> {
                     let lo = f(&a.map(|v| v & 0xffff), &b.map(|v| v & 0xffff));
                     let hi = f(&a.map(|v| v >> 16 & 0xffff), &b.map(|v| v >> 16 & 0xffff));
                     for i in 0..32 {
-                        o[i] = if lo >> i & 1 == 1 { *ones } else { 0 } | if hi >> i & 1 == 1 { *ones << 16 } else { 0 };
+                        o[i] =
+                            if lo >> i & 1 == 1 { *ones } else { 0 } | if hi >> i & 1 == 1 { *ones << 16 } else { 0 };
                     }
                 } else {
                     let r = f(&a, &b);
@@ -496,7 +500,11 @@ impl<'a> Cluster<'a> {
             }
             Op::CvtaShared { d, a: s, to } => {
                 self.fetch(w, *s, &mut a);
-                w.set(*d, mask, &a.map(|v| if *to { v.wrapping_sub(SHARED_WINDOW) } else { (v & 0xffff_ffff) + SHARED_WINDOW }));
+                w.set(
+                    *d,
+                    mask,
+                    &a.map(|v| if *to { v.wrapping_sub(SHARED_WINDOW) } else { (v & 0xffff_ffff) + SHARED_WINDOW }),
+                );
             }
             Op::CvtaWindow { d, a: s, to, local } => {
                 self.fetch(w, *s, &mut a);
@@ -526,7 +534,13 @@ impl<'a> Cluster<'a> {
                 for i in 0..32 {
                     let base = if *generic { SHARED_WINDOW } else { 0 };
                     if mask >> i & 1 == 1 && b[i] as usize >= self.ctas.len() {
-                        self.report(w, i as u32, Kind::BadOperand, None, format!("mapa to rank {} of a cluster of {}", b[i], self.ctas.len()));
+                        self.report(
+                            w,
+                            i as u32,
+                            Kind::BadOperand,
+                            None,
+                            format!("mapa to rank {} of a cluster of {}", b[i], self.ctas.len()),
+                        );
                     }
                     o[i] = base + ((a[i].wrapping_sub(base) & 0xff_ffff) | (b[i] & 0xff) << 24);
                 }
@@ -662,7 +676,13 @@ impl<'a> Cluster<'a> {
                         match targets.get(a[lane] as u32 as usize) {
                             Some(t) => add(*t, 1 << lane),
                             None => {
-                                self.report(w, lane as u32, Kind::BadOperand, None, format!("brx.idx {} of {}", a[lane], targets.len()));
+                                self.report(
+                                    w,
+                                    lane as u32,
+                                    Kind::BadOperand,
+                                    None,
+                                    format!("brx.idx {} of {}", a[lane], targets.len()),
+                                );
                                 add(targets[0], 1 << lane);
                             }
                         }
@@ -816,7 +836,13 @@ impl<'a> Cluster<'a> {
                     return Next::Retry;
                 }
                 if !(24..=256).contains(n) || n % 8 != 0 {
-                    self.report(w, 0, Kind::BadOperand, None, format!("setmaxnreg {n}: a multiple of 8 from 24 to 256 is needed"));
+                    self.report(
+                        w,
+                        0,
+                        Kind::BadOperand,
+                        None,
+                        format!("setmaxnreg {n}: a multiple of 8 from 24 to 256 is needed"),
+                    );
                 }
             }
             Op::Nanosleep(s) => {
@@ -861,11 +887,15 @@ impl<'a> Cluster<'a> {
     fn leave(&mut self, w: &mut Warp, mask: u32) {
         w.exit(mask);
         self.progress += 1;
-        if w.live() == 0 {
-            if !w.products.is_empty() {
-                self.report(w, 0, Kind::UnfinishedWork, None, "the warp left without waiting for its wgmma operations".into());
-                self.finish_products(w);
-            }
+        if w.live() == 0 && !w.products.is_empty() {
+            self.report(
+                w,
+                0,
+                Kind::UnfinishedWork,
+                None,
+                "the warp left without waiting for its wgmma operations".into(),
+            );
+            self.finish_products(w);
         }
         self.recheck_barriers(w);
         self.check_cluster_barrier(w);
@@ -941,11 +971,8 @@ impl<'a> Cluster<'a> {
                 let mut v = [0u8; 8];
                 v[..bytes].copy_from_slice(&buf[k * bytes..(k + 1) * bytes]);
                 let v = u64::from_le_bytes(v);
-                out[k][lane] = if signed && bytes < 4 {
-                    alu::sign_extend(v, bytes as u16 * 8) as u32 as u64
-                } else {
-                    v
-                };
+                out[k][lane] =
+                    if signed && bytes < 4 { alu::sign_extend(v, bytes as u16 * 8) as u32 as u64 } else { v };
             }
         }
         if shared {
@@ -994,7 +1021,13 @@ impl<'a> Cluster<'a> {
         match loc {
             Loc::Global(a, off) => {
                 if a.shadow(off + k, n).0 & crate::memory::INIT == 0 {
-                    self.report(w, lane, Kind::Uninitialised, Some(a.base() + off as u64), "an atomic on device memory that nothing wrote".into());
+                    self.report(
+                        w,
+                        lane,
+                        Kind::Uninitialised,
+                        Some(a.base() + off as u64),
+                        "an atomic on device memory that nothing wrote".into(),
+                    );
                 }
                 let old = a.update(off + k, n, &f);
                 if f(old) != old {
@@ -1027,7 +1060,13 @@ impl<'a> Cluster<'a> {
                 old
             }
             _ => {
-                self.report(w, lane, Kind::BadOperand, None, "an atomic on memory that is neither global nor shared".into());
+                self.report(
+                    w,
+                    lane,
+                    Kind::BadOperand,
+                    None,
+                    "an atomic on memory that is neither global nor shared".into(),
+                );
                 0
             }
         }

@@ -26,21 +26,37 @@ impl Cluster<'_> {
     pub(super) fn expected_threads(&self, c: &Cta, b: &NamedBarrier) -> u32 {
         match b.expect {
             Some(n) => n,
-            None => c.warps.clone().filter(|&w| self.warps[w].as_ref().is_none_or(|w| w.live() != 0)).count() as u32 * 32,
+            None => {
+                c.warps.clone().filter(|&w| self.warps[w].as_ref().is_none_or(|w| w.live() != 0)).count() as u32 * 32
+            }
         }
     }
 
     /// Arrives at a named barrier; true if the fragment must wait.
-    pub(super) fn bar(&mut self, w: &mut Warp, mask: u32, kind: BarKind, aligned: bool, id: u64, count: Option<u64>) -> bool {
+    pub(super) fn bar(
+        &mut self,
+        w: &mut Warp,
+        mask: u32,
+        kind: BarKind,
+        aligned: bool,
+        id: u64,
+        count: Option<u64>,
+    ) -> bool {
         let lane = mask.trailing_zeros();
         if id > 15 {
             self.report(w, lane, Kind::Barrier, None, format!("barrier {id} does not exist"));
             return false;
         }
-        if let Some(c) = count {
-            if c == 0 || c % 32 != 0 || c as usize > self.ctas[w.cta].warps.len() * 32 {
-                self.report(w, lane, Kind::Barrier, None, format!("barrier {id} with {c} threads: a multiple of 32, at most the CTA, is needed"));
-            }
+        if let Some(c) = count
+            && (c == 0 || c % 32 != 0 || c as usize > self.ctas[w.cta].warps.len() * 32)
+        {
+            self.report(
+                w,
+                lane,
+                Kind::Barrier,
+                None,
+                format!("barrier {id} with {c} threads: a multiple of 32, at most the CTA, is needed"),
+            );
         }
         let pred = match kind {
             BarKind::Red(_, _, p) | BarKind::RedPopc(_, p) => self.pred(w, p),
@@ -196,7 +212,13 @@ impl Cluster<'_> {
 
     pub(super) fn cluster_arrive(&mut self, w: &mut Warp, mask: u32, relaxed: bool) {
         if w.cluster_arrived {
-            self.report(w, mask.trailing_zeros(), Kind::Barrier, None, "arrives twice at the cluster barrier without waiting".into());
+            self.report(
+                w,
+                mask.trailing_zeros(),
+                Kind::Barrier,
+                None,
+                "arrives twice at the cluster barrier without waiting".into(),
+            );
         }
         w.cluster_arrived = true;
         if !relaxed {
@@ -232,7 +254,13 @@ impl Cluster<'_> {
     /// Waits for the cluster barrier; true if the fragment must wait.
     pub(super) fn cluster_wait(&mut self, w: &mut Warp, mask: u32) -> bool {
         if !w.cluster_arrived {
-            self.report(w, mask.trailing_zeros(), Kind::Barrier, None, "waits at the cluster barrier without having arrived".into());
+            self.report(
+                w,
+                mask.trailing_zeros(),
+                Kind::Barrier,
+                None,
+                "waits at the cluster barrier without having arrived".into(),
+            );
             return false;
         }
         w.cluster_arrived = false;
@@ -280,7 +308,13 @@ impl Cluster<'_> {
                         self.report(w, lane, Kind::Mbarrier, Some(addr), format!("count {n} is outside 1..2^20"));
                     }
                     if self.ctas[cta].mbars.contains_key(&off) {
-                        self.report(w, lane, Kind::Mbarrier, Some(addr), "initialised again without mbarrier.inval".into());
+                        self.report(
+                            w,
+                            lane,
+                            Kind::Mbarrier,
+                            Some(addr),
+                            "initialised again without mbarrier.inval".into(),
+                        );
                         self.ctas[cta].smem.set_barrier(off as usize, false);
                     }
                     self.note_shared_write(w, lane, cta, off as usize, 8, false, false);
@@ -295,7 +329,13 @@ impl Cluster<'_> {
                 Mbar::Inval => {
                     match self.ctas[cta].mbars.remove(&off) {
                         Some(_) => self.ctas[cta].smem.set_barrier(off as usize, false),
-                        None => self.report(w, lane, Kind::Mbarrier, Some(addr), "invalidates what is not an mbarrier".into()),
+                        None => self.report(
+                            w,
+                            lane,
+                            Kind::Mbarrier,
+                            Some(addr),
+                            "invalidates what is not an mbarrier".into(),
+                        ),
                     }
                     continue;
                 }

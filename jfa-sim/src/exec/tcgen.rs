@@ -172,11 +172,23 @@ impl Cluster<'_> {
                 let n = self.lane_src(w, *cols, lane) as u32;
                 let to = self.lane_addr(w, *dst, lane);
                 if !n.is_power_of_two() || !(32..=512).contains(&n) {
-                    self.report(w, lane, Kind::TensorMemory, None, format!("an allocation of {n} columns: a power of two from 32 to 512 is needed"));
+                    self.report(
+                        w,
+                        lane,
+                        Kind::TensorMemory,
+                        None,
+                        format!("an allocation of {n} columns: a power of two from 32 to 512 is needed"),
+                    );
                     return false;
                 }
                 if self.ctas[w.cta].tmem.relinquished {
-                    self.report(w, lane, Kind::TensorMemory, None, "an allocation after relinquish_alloc_permit".into());
+                    self.report(
+                        w,
+                        lane,
+                        Kind::TensorMemory,
+                        None,
+                        "an allocation after relinquish_alloc_permit".into(),
+                    );
                 }
                 let Some(col) = self.ctas[w.cta].tmem.find_free(n) else {
                     let cur = w.cur;
@@ -250,7 +262,9 @@ impl Cluster<'_> {
                 for lane in (0..32u32).filter(|l| mask >> l & 1 == 1) {
                     let a = self.lane_addr(w, *bar, lane);
                     let space = if a >> 32 == 0 { crate::ptx::Space::Shared } else { crate::ptx::Space::Generic };
-                    let Some(super::access::Loc::Shared(cta, off)) = self.resolve(w, lane, space, a, 8, 8) else { continue };
+                    let Some(super::access::Loc::Shared(cta, off)) = self.resolve(w, lane, space, a, 8, 8) else {
+                        continue;
+                    };
                     let bars: Vec<Spot> = match multicast {
                         None => vec![(cta, off)],
                         Some(m) => {
@@ -334,7 +348,13 @@ impl Cluster<'_> {
     /// Checks a region of tensor memory: allocated, and in bounds.
     fn check_region(&mut self, w: &Warp, lane: u32, cta: usize, col: usize, n: usize, what: &str) -> bool {
         if col + n > COLUMNS {
-            self.report(w, lane, Kind::TensorMemory, Some(col as u64), format!("{what}: columns {col}..{} exceed {COLUMNS}", col + n));
+            self.report(
+                w,
+                lane,
+                Kind::TensorMemory,
+                Some(col as u64),
+                format!("{what}: columns {col}..{} exceed {COLUMNS}", col + n),
+            );
             return false;
         }
         if !self.ctas[cta].tmem.allocated(col, n) {
@@ -378,23 +398,30 @@ impl Cluster<'_> {
                     } else if c.written && c.w_slot != mine && c.w_slot != slot {
                         if w.know.all.get(c.w_slot) < c.w_clock {
                             wrong = Some((
-                                format!("{what} of tensor memory is not ordered after its last write (no commit, mbarrier wait or tcgen05.wait::st in between)"),
+                                format!(
+                                    "{what} of tensor memory is not ordered after its last write (no commit, mbarrier wait or tcgen05.wait::st in between)"
+                                ),
                                 Kind::TensorOrder,
                             ));
                         } else if self.l.cfg.strict_fences && w.tensor_view.get(c.w_slot) < c.w_clock {
                             wrong = Some((
-                                format!("{what} of tensor memory written by others without tcgen05.fence::after_thread_sync in between"),
+                                format!(
+                                    "{what} of tensor memory written by others without tcgen05.fence::after_thread_sync in between"
+                                ),
                                 Kind::TensorOrder,
                             ));
                         }
                     }
-                    if write && wrong.is_none() {
-                        if c.readers.iter().any(|r| r.0 != mine && r.0 != slot && w.know.all.get(r.0) < r.1) {
-                            wrong = Some((
-                                format!("{what} of tensor memory is not ordered after an earlier read (tcgen05.wait::ld and a barrier, or a commit)"),
-                                Kind::TensorOrder,
-                            ));
-                        }
+                    if write
+                        && wrong.is_none()
+                        && c.readers.iter().any(|r| r.0 != mine && r.0 != slot && w.know.all.get(r.0) < r.1)
+                    {
+                        wrong = Some((
+                            format!(
+                                "{what} of tensor memory is not ordered after an earlier read (tcgen05.wait::ld and a barrier, or a commit)"
+                            ),
+                            Kind::TensorOrder,
+                        ));
                     }
                 }
                 if write {
@@ -456,7 +483,9 @@ impl Cluster<'_> {
                 let d = Descriptor::blackwell(desc)?;
                 let mut sink = vec![0f32; rows * m.k];
                 read_operand(data, &d, mn, m.ty, 0, rows, m.k, true, false, &mut sink, |at| touched.push((c, at)))
-                    .map_err(|at| format!("descriptor {desc:#018x} reaches shared offset {at:#x}, outside the CTA's memory"))
+                    .map_err(|at| {
+                        format!("descriptor {desc:#018x} reaches shared offset {at:#x}, outside the CTA's memory")
+                    })
             };
             let mut r = scan(m.b, m.trans_b, m.n / groups);
             if r.is_ok() && !m.a_tmem {
@@ -501,12 +530,30 @@ impl Cluster<'_> {
             if !self.check_region(w, lane, c, col, chunks * 4, "tcgen05.cp") {
                 return;
             }
-            self.touch_cells(w, lane, c, &[0, 1, 2, 3, 4, 5, 6, 7], col, chunks * 4, true, slot, seq, slot, "tcgen05.cp");
+            self.touch_cells(
+                w,
+                lane,
+                c,
+                &[0, 1, 2, 3, 4, 5, 6, 7],
+                col,
+                chunks * 4,
+                true,
+                slot,
+                seq,
+                slot,
+                "tcgen05.cp",
+            );
             for r in 0..rows {
                 for k in 0..chunks {
                     let at = d.chunk(false, r, k);
                     if at + 16 > self.ctas[c].smem.data.len() {
-                        self.report(w, lane, Kind::BadOperand, None, format!("descriptor {desc:#018x} reaches shared offset {at:#x}"));
+                        self.report(
+                            w,
+                            lane,
+                            Kind::BadOperand,
+                            None,
+                            format!("descriptor {desc:#018x} reaches shared offset {at:#x}"),
+                        );
                         return;
                     }
                     self.note_shared_read(w, lane, c, at, 16, slot, seq, true, false);
@@ -535,7 +582,8 @@ impl Cluster<'_> {
                             }
                             let col = (addr & 0xffff) as usize + 4 * k;
                             for l in cp_lanes(shape, r) {
-                                self.ctas[c].tmem.data[l * COLUMNS + col..l * COLUMNS + col + 4].copy_from_slice(&words);
+                                self.ctas[c].tmem.data[l * COLUMNS + col..l * COLUMNS + col + 4]
+                                    .copy_from_slice(&words);
                             }
                         }
                     }
@@ -605,7 +653,8 @@ impl Cluster<'_> {
                     (l + d_lane) % LANES * COLUMNS + d_col + col
                 };
                 let lane = accumulator_place(m.m, groups, n, r, 0).0;
-                let word = m.disable.get((g * 4).min(m.disable.len().saturating_sub(4)) + lane / 32).copied().unwrap_or(0);
+                let word =
+                    m.disable.get((g * 4).min(m.disable.len().saturating_sub(4)) + lane / 32).copied().unwrap_or(0);
                 if word >> (lane % 32) & 1 == 1 {
                     continue;
                 }
@@ -622,7 +671,8 @@ impl Cluster<'_> {
                 }
                 simd::rank_update(&mut row, &a[r * k..(r + 1) * k], &b);
                 for (j, x) in row.iter().enumerate() {
-                    tm.data[lane_of(j)] = if m.f16_acc { u32::from(num::f32_to_f16(*x)) } else { num::canon32(*x).to_bits() };
+                    tm.data[lane_of(j)] =
+                        if m.f16_acc { u32::from(num::f32_to_f16(*x)) } else { num::canon32(*x).to_bits() };
                 }
             }
         }
@@ -727,7 +777,9 @@ impl Cluster<'_> {
     pub(super) fn clc_try_cancel(&mut self, w: &mut Warp, mask: u32, dst: Addr, bar: Addr, multicast: bool) {
         for lane in (0..32u32).filter(|l| mask >> l & 1 == 1) {
             let (d, b) = (self.lane_addr(w, dst, lane), self.lane_addr(w, bar, lane));
-            let (Some(d), Some(b)) = (self.copy_spot(w, lane, d, 16, 16), self.copy_spot(w, lane, b, 8, 8)) else { continue };
+            let (Some(d), Some(b)) = (self.copy_spot(w, lane, d, 16, 16), self.copy_spot(w, lane, b, 8, 8)) else {
+                continue;
+            };
             self.check_bar(w, lane, b, self.shared_addr(b.0, b.1));
             let n = self.l.clusters;
             let taken = self.l.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |x| (x < n).then_some(x + 1));

@@ -12,13 +12,30 @@ use std::collections::VecDeque;
 pub(crate) enum State {
     Ready,
     /// At a named barrier; `red` writes a result on wake-up.
-    Bar { id: u32, generation: u64, red: bool },
+    Bar {
+        id: u32,
+        generation: u64,
+        red: bool,
+    },
     /// At an mbarrier whose phase `phase` is not complete.
-    Mbar { cta: usize, off: u32, phase: u32 },
+    Mbar {
+        cta: usize,
+        off: u32,
+        phase: u32,
+    },
     /// At a warp-synchronous instruction, for the other lanes.
-    Sync { need: u32, exec: u32 },
-    ClusterBar { generation: u64 },
-    Bulk { lanes: u32, n: u32, read: bool },
+    Sync {
+        need: u32,
+        exec: u32,
+    },
+    ClusterBar {
+        generation: u64,
+    },
+    Bulk {
+        lanes: u32,
+        n: u32,
+        read: bool,
+    },
     CopyGroups(u32),
     Sleep(u64),
     /// For tensor memory, until something changes after this point.
@@ -222,9 +239,7 @@ impl Warp {
     /// Splits the current fragment: each `(pc, mask)` runs on its own until `rec`.
     pub(crate) fn diverge(&mut self, parts: &[(u32, u32)], rec: u32) {
         let f = self.frags[self.cur].clone();
-        let join = if rec == NONE {
-            f.join
-        } else if f.join != NONE && self.joins[f.join as usize].pc == rec {
+        let join = if rec == NONE || (f.join != NONE && self.joins[f.join as usize].pc == rec) {
             f.join
         } else {
             let j = Join { pc: rec, parent: f.join, total: f.mask, arrived: 0 };

@@ -49,11 +49,9 @@ pub(super) fn reconvergence(code: &[Inst]) -> Vec<u32> {
                 out.extend(ts.iter().map(|t| block_of[*t as usize]));
                 falls = guarded;
             }
-            Op::Exit => {
-                if !guarded {
-                    out.push(exit);
-                    falls = false;
-                }
+            Op::Exit if !guarded => {
+                out.push(exit);
+                falls = false;
             }
             _ => {}
         }

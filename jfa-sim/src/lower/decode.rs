@@ -190,7 +190,10 @@ impl Lower<'_> {
                     _ => 0xffff_ffff,
                 };
                 let d = self.dst(i, &ops[0])?;
-                (Op::Set { f, d, a: self.src(i, &ops[1], *st)?, b: self.src(i, &ops[2], *st)?, ones, x2 }, Class::Predicate)
+                (
+                    Op::Set { f, d, a: self.src(i, &ops[1], *st)?, b: self.src(i, &ops[2], *st)?, ones, x2 },
+                    Class::Predicate,
+                )
             }
             "selp" => {
                 self.need(i, 4)?;
@@ -265,7 +268,10 @@ impl Lower<'_> {
                 let d = self.dst(i, &ops[0])?;
                 let ty = self.last_ty(i, parts)?;
                 let generic = space_of(parts) != Space::Shared;
-                (Op::Mapa { d, a: self.src(i, &ops[1], ty)?, rank: self.src(i, &ops[2], B32)?, generic }, Class::Integer)
+                (
+                    Op::Mapa { d, a: self.src(i, &ops[1], ty)?, rank: self.src(i, &ops[2], B32)?, generic },
+                    Class::Integer,
+                )
             }
             "getctarank" => {
                 let d = self.dst(i, &ops[0])?;
@@ -434,10 +440,10 @@ impl Lower<'_> {
         if ty.kind == TyKind::Pred {
             return Ok((Op::PMov(self.pdst(i, &ops[0])?, self.psrc(i, &ops[1])?), Class::Predicate));
         }
-        if let Operand::Name(n) = &ops[1] {
-            if let Some(s) = sreg(n) {
-                return Ok((Op::Sreg(self.dst(i, &ops[0])?, s), Class::Move));
-            }
+        if let Operand::Name(n) = &ops[1]
+            && let Some(s) = sreg(n)
+        {
+            return Ok((Op::Sreg(self.dst(i, &ops[0])?, s), Class::Move));
         }
         match (&ops[0], &ops[1]) {
             (Operand::Vector(d), s) if ty.bits == 128 => {
@@ -868,7 +874,13 @@ impl Lower<'_> {
             "tf32" => (MmaTy::Tf32, "8"),
             _ => return Err(bad()),
         };
-        if at != bt || k != want_k || !(dt == "f32" || (dt == "f16" && ty == MmaTy::F16)) || n % 8 != 0 || n == 0 || n > 256 {
+        if at != bt
+            || k != want_k
+            || !(dt == "f32" || (dt == "f16" && ty == MmaTy::F16))
+            || !n.is_multiple_of(8)
+            || n == 0
+            || n > 256
+        {
             return Err(bad());
         }
         let f16_acc = dt == "f16";
@@ -951,10 +963,8 @@ impl Lower<'_> {
                     })
                 })
                 .ok_or_else(bad)?;
-            let num = parts
-                .iter()
-                .find_map(|p| p.strip_prefix('x').and_then(|n| n.parse::<u8>().ok()))
-                .ok_or_else(bad)?;
+            let num =
+                parts.iter().find_map(|p| p.strip_prefix('x').and_then(|n| n.parse::<u8>().ok())).ok_or_else(bad)?;
             Ok((shape, num))
         };
         let t = match parts[1] {
@@ -963,7 +973,12 @@ impl Lower<'_> {
             "relinquish_alloc_permit" => Tcgen::Relinquish(group),
             "mma" => {
                 let kind = parts.iter().find(|p| p.starts_with("kind::")).copied().ok_or_else(bad)?;
-                if has("ws") || has("sp") || parts.iter().any(|p| p.starts_with("collector") && !p.ends_with("discard") && !p.contains("::a::")) {
+                if has("ws")
+                    || has("sp")
+                    || parts
+                        .iter()
+                        .any(|p| p.starts_with("collector") && !p.ends_with("discard") && !p.contains("::a::"))
+                {
                     return Err(bad());
                 }
                 let tf32 = match kind {

@@ -148,7 +148,8 @@ impl<'a> Parser<'a> {
                     self.skip_braces();
                 }
                 ".alias" | ".pragma" => self.skip_until_semicolon(),
-                ".visible" | ".extern" | ".weak" | ".entry" | ".func" | ".common" | ".global" | ".const" | ".shared" => {
+                ".visible" | ".extern" | ".weak" | ".entry" | ".func" | ".common" | ".global" | ".const"
+                | ".shared" => {
                     self.top_level(&mut ast)?;
                 }
                 _ => return self.err("unknown directive at module scope"),
@@ -221,7 +222,11 @@ impl<'a> Parser<'a> {
                 ".maxntid" => f.maxntid = Some(self.dims()?),
                 ".reqntid" => f.reqntid = Some(self.dims()?),
                 ".reqnctapercluster" => f.reqnctapercluster = Some(self.dims()?),
-                ".minnctapersm" | ".maxnreg" | ".maxclusterrank" | ".maxnctapersm" | ".abi_preserve"
+                ".minnctapersm"
+                | ".maxnreg"
+                | ".maxclusterrank"
+                | ".maxnctapersm"
+                | ".abi_preserve"
                 | ".abi_preserve_control" => {
                     self.int()?;
                 }
@@ -255,7 +260,15 @@ impl<'a> Parser<'a> {
                     self.at += 1;
                     let ty = self.ty()?;
                     let name = self.word()?;
-                    out.push(Var { name, space: Space::Param, ty, align: ty.bytes(), size: ty.bytes(), init: vec![], is_extern: false });
+                    out.push(Var {
+                        name,
+                        space: Space::Param,
+                        ty,
+                        align: ty.bytes(),
+                        size: ty.bytes(),
+                        init: vec![],
+                        is_extern: false,
+                    });
                 }
                 _ => out.append(&mut self.var_decl_one(false)?),
             }
@@ -524,7 +537,9 @@ impl<'a> Parser<'a> {
             Tok::Word(w) if !neg => {
                 let mut offset = 0i64;
                 let mut seen = false;
-                while self.is('+') || (self.is('-') && matches!(self.toks.get(self.at + 1).map(|t| &t.tok), Some(Tok::Int(_)))) {
+                while self.is('+')
+                    || (self.is('-') && matches!(self.toks.get(self.at + 1).map(|t| &t.tok), Some(Tok::Int(_))))
+                {
                     seen = true;
                     if self.eat('+') {
                         offset += self.int()? as i64;

@@ -61,7 +61,15 @@ impl Matrix {
             128 => Swizzle::B128,
             _ => Swizzle::None,
         };
-        TensorMap::tiled(DataType::Bf16, at, &[self.cols as u64, self.rows as u64], &[self.cols as u64 * 2], &[cols, rows], swizzle).unwrap()
+        TensorMap::tiled(
+            DataType::Bf16,
+            at,
+            &[self.cols as u64, self.rows as u64],
+            &[self.cols as u64 * 2],
+            &[cols, rows],
+            swizzle,
+        )
+        .unwrap()
     }
 }
 
