@@ -586,20 +586,21 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         release_q(use);
         const uint32_t values = base + (b.places == 1 ? 0 : value_place(j, b.tiles));
         wait_slot(values);
-        accumulate(values, b.half, b.places == 1, j == b.begin);
 
-        // The next block's first product goes to the tensor cores before this block's epilogue; where slots or idle units must
-        // be walked over first, this block is finished before.
+        // The next block's first product goes to the tensor cores right behind this block's last and before its epilogue; where
+        // slots or idle units must be walked over first, this block is finished before. (Both products of a path stand in one
+        // straight line: otherwise the assembler serializes all of them.)
         Block next = b;
         const bool trailing = b.end < b.tiles;
         if (early && !trailing) {
             next = fetch(++use);
             base += b.places;
         }
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_hold(o);
-        release_slot(values);
         if (!early || trailing || next.begin == next.end || next.begin > 0) {
+            accumulate(values, b.half, b.places == 1, j == b.begin);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_hold(o);
+            release_slot(values);
             store_output(b);
             if (!early || trailing) {
                 walk(base, b, b.end, b.tiles);
@@ -613,7 +614,11 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
             scores(use, base + key_place(next.begin));
         } else {
             wait_slot(base + key_place(0));
+            accumulate(values, b.half, b.places == 1, j == b.begin);
             scores(use, base + key_place(0));
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_hold(o);
+            release_slot(values);
             store_output(b);
         }
         ptx::wgmma_wait<0>();

@@ -1,6 +1,6 @@
-// The device schedule: offsets -> sequences and unit lists, longest work first. One cluster, no host copy, O(units).
+// The device schedule: offsets -> sequences and unit lists, longest work first. One launch, no host copy, O(units).
 //
-//   launch      one cluster of 8 CTAs of 1,024 threads; sequence b belongs to warp b % 256
+//   launch      one cluster of CTAs of 1,024 threads: one CTA up to a batch of 2,048, eight above; sequence b belongs to warp b % warps
 //   count       each thread walks its sequences and counts units per bin of work (local histogram)
 //   scan        every CTA reads all eight histograms (two lists) through distributed shared memory and derives its own bin bases
 //   scatter     a lane takes a place for its sequence's units, its warp writes them; they stay neighbours
@@ -210,48 +210,58 @@ __device__ int2 place_bins(SharedMemory& shared, const JfaScheduleParams& p, int
 extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __grid_constant__ JfaScheduleParams p) {
     __shared__ SharedMemory shared;
     const int rank = ptx::cluster_rank(), size = ptx::cluster_size(), lane = threadIdx.x % 32;
-    // Few sequences are spread over many warps: each warp writes the units of its sequences together.
+    // Neighbouring sequences go to different warps: their units are written side by side.
     const int warps = size * (threads / 32), warp = threadIdx.x / 32 * size + rank, round = warps * 32;
     const auto sequence_at = [&](int r) { return static_cast<long long>(r) * round + static_cast<long long>(lane) * warps + warp; };
 
     // Count.
     for (int l = 0; l < histograms; ++l) shared.histogram[l][threadIdx.x] = 0;
     __syncthreads();
-    JfaSequence mine = {};
+    constexpr int kept = 2;  // a thread's first sequences stay in its registers between the two walks
+    JfaSequence mine[kept] = {};
     const int rounds = (p.batch + round - 1) / round;
-    for (int r = 0; r < rounds; ++r) {
+    const auto count = [&](int r, JfaSequence& s) {
         const long long b = sequence_at(r);
-        if (b >= p.batch) break;
-        mine = resolve(p, static_cast<int>(b));
-        p.sequences[b] = mine;
-        forward_units(p, mine, [&](int bin, int units) { atomicAdd(&shared.histogram[forward_units_of][bin], units); });
+        if (b >= p.batch) return;
+        s = resolve(p, static_cast<int>(b));
+        p.sequences[b] = s;
+        forward_units(p, s, [&](int bin, int units) { atomicAdd(&shared.histogram[forward_units_of][bin], units); });
         if (p.backward_list) {
-            backward_tiles(p, mine, [&](int bin, int tiles) {
+            backward_tiles(p, s, [&](int bin, int tiles) {
                 atomicAdd(&shared.histogram[sequences_of][bin], 1);
                 atomicAdd(&shared.histogram[tiles_of][bin], tiles);
             });
         }
+    };
+#pragma unroll
+    for (int r = 0; r < kept; ++r) count(r, mine[r]);
+    for (int r = kept; r < rounds; ++r) {
+        JfaSequence s;
+        count(r, s);
     }
     ptx::cluster_sync();
     const int2 totals = place_bins(shared, p, rank, size);
 
-    // Scatter: a lane takes the place of its sequence's units, the warp writes them: unit u begins at row (u or, reversed,
-    // units - 1 - u) * rows, or at -1 where rows is negative.
+    // Scatter: a lane takes the place of its sequence's units and writes them, or its warp does where they are many: unit u begins
+    // at row (u or, reversed, units - 1 - u) * rows, or at -1 where rows is negative.
     const auto write = [&](JfaUnit* out, int capacity, int rows, bool reversed, int sequence, int place, int units) {
-        for (unsigned some = __ballot_sync(~0u, units > 0); some; some &= some - 1) {
+        constexpr int many = 32;
+        if (units <= many) {
+            for (int u = 0; u < units && place + u < capacity; ++u) out[place + u] = {sequence, rows < 0 ? -1 : (reversed ? units - 1 - u : u) * rows};
+        }
+        for (unsigned some = __ballot_sync(~0u, units > many); some; some &= some - 1) {
             const int from = __ffs(some) - 1;
             const int n = __shfl_sync(~0u, units, from), at = __shfl_sync(~0u, place, from), b = __shfl_sync(~0u, sequence, from);
             const int height = __shfl_sync(~0u, rows, from);
             for (int u = lane; u < n && at + u < capacity; u += 32) out[at + u] = {b, height < 0 ? -1 : (reversed ? n - 1 - u : u) * height};
         }
     };
-    for (int r = 0; r < rounds; ++r) {
+    const auto scatter = [&](int r, const JfaSequence& s) {
         const long long b = sequence_at(r);
         const bool is = b < p.batch;
-        if (is && rounds > 1) mine = p.sequences[b];
         int place = 0, count = 0, rows = 0;
         if (is) {
-            forward_units(p, mine, [&](int bin, int units) {
+            forward_units(p, s, [&](int bin, int units) {
                 place = atomicAdd(&shared.cursor[forward_list][bin], units);
                 count = units;
             });
@@ -261,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __gr
         if (p.backward_list) {
             count = 0;
             if (is) {
-                backward_tiles(p, mine, [&](int bin, int tiles) {
+                backward_tiles(p, s, [&](int bin, int tiles) {
                     const bool split = shared.split[bin];
                     count = split ? tiles : 1;
                     rows = split ? p.backward_rows : -1;
@@ -270,6 +280,14 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __gr
             }
             write(p.backward_list, p.backward_capacity, rows, false, static_cast<int>(b), place, count);
         }
+    };
+#pragma unroll
+    for (int r = 0; r < kept; ++r) {
+        if (r < rounds) scatter(r, mine[r]);
+    }
+    for (int r = kept; r < rounds; ++r) {
+        const long long b = sequence_at(r);
+        scatter(r, b < p.batch ? p.sequences[b] : JfaSequence{});
     }
     if (rank == 0 && threadIdx.x == 0) {
         p.header->forward_units = min(totals.x, p.forward_capacity);
