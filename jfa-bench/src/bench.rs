@@ -10,6 +10,7 @@ use jfa_core::{
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
+use rayon::prelude::*;
 
 use crate::compare::{self, Tolerance, Verdict};
 use crate::element::{decode, encode, round};
@@ -442,18 +443,22 @@ impl Bench {
     }
 }
 
-/// The first element of a tensor that is NaN or infinite, looked for in pieces.
+/// An element of a tensor that is NaN or infinite, looked for in pieces on every core.
 fn not_finite(name: &str, t: &Tensor) -> Result<Option<String>> {
-    const PIECE: usize = 64 << 20;
+    const PIECE: usize = 256 << 20;
+    const PART: usize = 1 << 20;
     let row = (t.view.heads * t.view.dim) as usize * t.view.dtype.size();
     let mut at = 0;
     while at < t.buffer.bytes() {
         let n = PIECE.min(t.buffer.bytes() - at);
-        let values = decode(t.view.dtype, &t.buffer.download(at, n)?);
-        if let Some(i) = values.iter().position(|x| !x.is_finite()) {
-            let byte = at + i * t.view.dtype.size();
-            let what = values[i];
-            return Ok(Some(format!("{name}: {what} in row {}, byte {} of it", byte / row, byte % row)));
+        let bytes = t.buffer.download(at, n)?;
+        let found = bytes.par_chunks(PART).enumerate().find_map_first(|(part, chunk)| {
+            let values = decode(t.view.dtype, chunk);
+            let i = values.iter().position(|x| !x.is_finite())?;
+            Some((at + part * PART + i * t.view.dtype.size(), values[i]))
+        });
+        if let Some((byte, value)) = found {
+            return Ok(Some(format!("{name}: {value} in row {}, byte {} of it", byte / row, byte % row)));
         }
         at += n;
     }
