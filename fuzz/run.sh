@@ -14,8 +14,13 @@ export RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Cforce-frame-pointers -Cdeb
 cargo build --release --target "$target"
 for name in problem entry_points; do
     mkdir -p "corpus/$name" "artifacts/$name"
+    # A scenario takes a few hundred bytes: start from some of that length, the same on every machine.
+    for seed in $(seq 64); do
+        LC_ALL=C awk -v seed="$seed" 'BEGIN { srand(seed); for (i = 0; i < 400; i++) printf "%c", int(256 * rand()) }' \
+            >"corpus/$name/seed$seed"
+    done
     echo "fuzzing $name for $seconds s"
-    # Threads of the cpu backend would outnumber the cores and slow each input down.
     "$CARGO_TARGET_DIR/$target/release/$name" "corpus/$name" -artifact_prefix="artifacts/$name/" \
-        -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=1024 -print_final_stats=1
+        -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=1024 -len_control=0 \
+        -print_final_stats=1
 done

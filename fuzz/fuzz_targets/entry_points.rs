@@ -79,6 +79,11 @@ impl Drop for Memory {
     }
 }
 
+/// One time in `n`; never when the input has ended, since what ends early should be plain rather than wrong.
+fn rarely(u: &mut Unstructured<'_>, n: u8) -> Result<bool> {
+    Ok(!u.is_empty() && u.ratio(1, n)?)
+}
+
 fn element_size(dtype: i32) -> usize {
     if dtype == jfa_dtype::JFA_DTYPE_F32 as i32 { 4 } else { 2 }
 }
@@ -112,7 +117,7 @@ fn view(u: &mut Unstructured<'_>, dtype: i32, shape: [i64; 3], input: bool) -> R
     [t.rows, t.heads, t.dim] = shape;
     t.head_stride = t.dim + i64::from(u.int_in_range(0..=2)?);
     t.row_stride = t.heads * t.head_stride + i64::from(u.int_in_range(0..=3)?);
-    if u.ratio(1, 8)? {
+    if rarely(u, 8)? {
         match u.int_in_range(0..=7)? {
             0 => t.dtype = u.int_in_range(0..=4)?,
             1 => t.rows = u.int_in_range(-1..=20)?,
@@ -142,7 +147,7 @@ fn view(u: &mut Unstructured<'_>, dtype: i32, shape: [i64; 3], input: bool) -> R
         fill(&memory, t.dtype, u.arbitrary()?);
     }
     t.data = memory.data.cast();
-    if u.ratio(1, 32)? {
+    if rarely(u, 32)? {
         t.data = std::ptr::null_mut();
     }
     Ok(Some((t, memory)))
@@ -150,10 +155,10 @@ fn view(u: &mut Unstructured<'_>, dtype: i32, shape: [i64; 3], input: bool) -> R
 
 /// Prefix sums over at most `rows` rows, right or a little wrong.
 fn offsets(u: &mut Unstructured<'_>, sequences: usize, rows: i64) -> Result<Vec<i64>> {
-    let mut out = vec![if u.ratio(1, 6)? { u.int_in_range(-1..=3)? } else { 0 }];
+    let mut out = vec![if rarely(u, 6)? { u.int_in_range(-1..=3)? } else { 0 }];
     for _ in 0..sequences {
         let room = (rows - out[out.len() - 1]).max(0);
-        let step = if u.ratio(1, 24)? { u.int_in_range(-2..=room + 2)? } else { u.int_in_range(0..=room)? };
+        let step = if rarely(u, 24)? { u.int_in_range(-2..=room + 2)? } else { u.int_in_range(0..=room)? };
         out.push(out[out.len() - 1] + step);
     }
     Ok(out)
@@ -180,7 +185,7 @@ fn lengths(u: &mut Unstructured<'_>, offsets: &[i64]) -> Result<Memory> {
     let mut out = Vec::new();
     for pair in offsets.windows(2) {
         let slot = (pair[1] - pair[0]).max(0);
-        out.push(if u.ratio(1, 24)? { u.int_in_range(-1..=slot + 1)? } else { u.int_in_range(0..=slot)? });
+        out.push(if rarely(u, 24)? { u.int_in_range(-1..=slot + 1)? } else { u.int_in_range(0..=slot)? });
     }
     Ok(integers(&out, false))
 }
@@ -202,18 +207,18 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
     p.heads_kv = u.int_in_range(1..=2)?;
     p.heads_q = p.heads_kv * u.int_in_range(1..=2)?;
     p.head_dim = u.int_in_range(1..=10)?;
-    p.head_dim_v = if u.ratio(1, 4)? { u.int_in_range(1..=10)? } else { p.head_dim };
+    p.head_dim_v = if rarely(u, 4)? { u.int_in_range(1..=10)? } else { p.head_dim };
     let batch: usize = u.int_in_range(0..=5)?;
     p.batch = batch as i64;
     p.total_q = u.int_in_range(0..=16)?;
     p.total_kv = u.int_in_range(0..=16)?;
     let mut kv_batch = batch;
-    if u.ratio(1, 4)? {
+    if rarely(u, 4)? {
         p.flags |= JFA_FLAG_KV_INDEX;
         kv_batch = u.int_in_range(0..=4)?;
     }
     p.kv_batch = kv_batch as i64;
-    let broadcast = u.ratio(1, 4)?;
+    let broadcast = rarely(u, 4)?;
     p.query = if broadcast { 2 } else { 1 };
     p.q_len = u.int_in_range(0..=4)?;
     p.mask = u.int_in_range(1..=3)?;
@@ -249,7 +254,7 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
     let mut index = Vec::new();
     for _ in 0..batch {
         let most = (kv_batch as i64 - 1).max(0);
-        index.push(if u.ratio(1, 24)? { u.int_in_range(-1..=most + 1)? } else { u.int_in_range(0..=most)? });
+        index.push(if rarely(u, 24)? { u.int_in_range(-1..=most + 1)? } else { u.int_in_range(0..=most)? });
     }
     let index = integers(&index, false);
     let bias_offsets = integers(&offsets(u, batch, p.bias_capacity)?, true);
@@ -259,23 +264,23 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
     if !broadcast {
         layout.q_offsets = arrays[0].data.cast();
         layout.q_offsets_type = if q_wide { 2 } else { 1 };
-        if u.ratio(1, 3)? {
+        if rarely(u, 3)? {
             layout.q_lengths = q_lengths.data.cast();
         }
     }
     layout.kv_offsets = arrays[1].data.cast();
     layout.kv_offsets_type = if kv_wide { 2 } else { 1 };
-    if u.ratio(1, 3)? {
+    if rarely(u, 3)? {
         layout.kv_lengths = kv_lengths.data.cast();
     }
-    if (p.flags & JFA_FLAG_KV_INDEX != 0) != u.ratio(1, 24)? {
+    if (p.flags & JFA_FLAG_KV_INDEX != 0) != rarely(u, 24)? {
         layout.kv_index = index.data.cast();
     }
-    if (p.bias == 4) != u.ratio(1, 24)? {
+    if (p.bias == 4) != rarely(u, 24)? {
         layout.bias_offsets = bias_offsets.data.cast();
     }
     // Fewer sequences than the arrays have entries for; never more.
-    if batch > 0 && u.ratio(1, 8)? {
+    if batch > 0 && rarely(u, 8)? {
         layout.batch -= 1;
         if p.flags & JFA_FLAG_KV_INDEX == 0 {
             layout.kv_batch -= 1;
@@ -284,7 +289,7 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
 
     // Memory.
     let short = |u: &mut Unstructured<'_>, bytes: usize| -> Result<usize> {
-        Ok(if u.ratio(1, 32)? { bytes / 2 } else { bytes })
+        Ok(if rarely(u, 32)? { bytes / 2 } else { bytes })
     };
     let schedule_bytes = short(u, needs.schedule_bytes)?;
     let schedule = Memory::poisoned(schedule_bytes);

@@ -7,7 +7,9 @@ use std::ffi::CStr;
 use std::mem::{offset_of, size_of};
 use std::sync::OnceLock;
 
-use jfa::abi::{jfa_api, jfa_context, jfa_context_options, jfa_memory_space, jfa_problem, jfa_requirements, jfa_status};
+use jfa::abi::{
+    jfa_api, jfa_context, jfa_context_options, jfa_memory_space, jfa_problem, jfa_requirements, jfa_status,
+};
 use libfuzzer_sys::fuzz_target;
 
 struct Library {
