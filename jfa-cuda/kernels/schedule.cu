@@ -1,6 +1,6 @@
 // The device schedule: offsets -> sequences and unit lists, longest work first. One launch, no host copy, O(units).
 //
-//   launch      one cluster of CTAs of 1,024 threads: one CTA up to a batch of 2,048, eight above; sequence b belongs to warp b % warps
+//   launch      one cluster of 8 CTAs of 1,024 threads (one CTA alone is bound by its stores); sequence b belongs to warp b % 256
 //   count       each thread walks its sequences and counts units per bin of work (local histogram)
 //   scan        every CTA reads all eight histograms (two lists) through distributed shared memory and derives its own bin bases
 //   scatter     a lane takes a place for its sequence's units, its warp writes them; they stay neighbours
@@ -16,6 +16,7 @@ namespace {
 
 constexpr int threads = 1024;
 constexpr int bins = 1024;
+constexpr int max_ctas = 8;
 
 // Linear while it matters, coarse above.
 __device__ int bin_of(long long work) {
@@ -177,12 +178,22 @@ __device__ Sums<V> scan(V value, float (&room)[32]) {
 __device__ int2 place_bins(SharedMemory& shared, const JfaScheduleParams& p, int rank, int size) {
     const int t = threadIdx.x;
     int before[histograms] = {}, sum[histograms] = {};
-    for (int r = 0; r < size; ++r) {
+    // All loads before the first use: one after the other they would cost their latency two dozen times.
+    int counts[max_ctas][histograms];
+#pragma unroll
+    for (int r = 0; r < max_ctas; ++r) {
 #pragma unroll
         for (int l = 0; l < histograms; ++l) {
-            const int n = ptx::load_cluster_i32(ptx::map_to_rank(&shared.histogram[l][t], r));
-            before[l] += r < rank ? n : 0;
-            sum[l] += n;
+            counts[r][l] = 0;
+            if (r < size && (l == forward_units_of || p.backward_list)) counts[r][l] = ptx::load_cluster_i32(ptx::map_to_rank(&shared.histogram[l][t], r));
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < max_ctas; ++r) {
+#pragma unroll
+        for (int l = 0; l < histograms; ++l) {
+            before[l] += r < rank ? counts[r][l] : 0;
+            sum[l] += counts[r][l];
         }
     }
     ptx::cluster_arrive();  // a CTA may leave when nobody reads its histogram any more: waited for at the end of the kernel
@@ -192,8 +203,9 @@ __device__ int2 place_bins(SharedMemory& shared, const JfaScheduleParams& p, int
         __syncthreads();
         return {forward.total, 0};
     }
-    // Backward: a sequence belongs to one CTA (always with a broadcast query, whose units are dealt), unless it would still be at work when the others have nothing left: begun after all
-    // heavier ones, it must fit into its share of the lighter ones, or into a sixteenth of everything.
+    // Backward: a sequence belongs to one CTA (always with a broadcast query, whose units are dealt), unless it would still be at
+    // work when the others have nothing left: begun after all heavier ones, it must fit into its share of the lighter ones, or into
+    // a sixteenth of everything.
     const Sums<float> work = scan(sum[sequences_of] * work_of_backward_bin(t), shared.warp_sum[1]);
     const bool split = p.broadcast_q_len < 0 && work_of_backward_bin(t) * p.backward_share > work.total - work.up_to + work.total * (1.0f / 16.0f);
     shared.split[t] = split;

@@ -114,8 +114,7 @@ class Backward:
             p.heads_kv, p.heads // p.heads_kv, self.blocks, p.broadcast or 0, p.dim // 8, p.dim_v // 8, p.mask, p.rows_o, p.k.shape[0], D.SMS)
 
     def schedule(self):
-        ctas = 1 if self.p.batch <= 2048 else 8
-        self.schedule_kernel.launch(ctas, 1024, [self.s], cluster=ctas)
+        self.schedule_kernel.launch(8, 1024, [self.s], cluster=8)
 
     def run(self):
         self.control.zero_()

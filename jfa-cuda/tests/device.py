@@ -244,8 +244,7 @@ class Forward:
                                     p.heads_kv if packed else p.heads, group, packed, int(not positive), p.mask, p.rows_o)
 
     def schedule(self):
-        ctas = 1 if self.p.batch <= 2048 else 8
-        self.schedule_kernel.launch(ctas, 1024, [self.s], cluster=ctas)
+        self.schedule_kernel.launch(8, 1024, [self.s], cluster=8)
 
     def run(self):
         if self.dynamic:
