@@ -5,7 +5,7 @@ mod gpu_tests;
 mod rows;
 mod toolchain;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -14,6 +14,9 @@ use clap::{Parser, Subcommand};
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Development tasks")]
 struct Cli {
+    /// Work on another checkout of this workspace.
+    #[arg(long, global = true, value_name = "DIR")]
+    root: Option<PathBuf>,
     #[command(subcommand)]
     task: Task,
 }
@@ -36,9 +39,9 @@ struct Places {
 }
 
 impl Places {
-    fn find() -> Result<Self> {
-        let root =
-            PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().context("xtask stands in no workspace")?.to_owned();
+    fn find(root: Option<PathBuf>) -> Result<Self> {
+        let own = || Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_owned);
+        let root = root.or_else(own).context("xtask stands in no workspace")?;
         // This program is <target>/<profile>/xtask.
         let exe = std::env::current_exe()?;
         let target = exe.ancestors().nth(2).context("the program has no target folder")?.to_owned();
@@ -48,8 +51,9 @@ impl Places {
 
 fn main() -> ExitCode {
     let run = || {
-        let places = Places::find()?;
-        match Cli::parse().task {
+        let cli = Cli::parse();
+        let places = Places::find(cli.root)?;
+        match cli.task {
             Task::Kernels(options) => build::run(&places, &options),
             Task::GpuTests(options) => gpu_tests::run(&places, &options),
         }
