@@ -9,7 +9,7 @@
 //! number of threads or, for rows of a sequence, from the rest of the batch.
 
 use crate::layout::Sequences;
-use crate::{Alignment, Bias, Buffer, Error, Layout, Problem, Requirements, Result};
+use crate::{Alignment, Bias, Buffer, Error, Layout, Mask, Problem, Requirements, Result};
 
 /// Most lanes of a forward tile.
 pub(super) const FORWARD_LANES: usize = 128;
@@ -90,7 +90,8 @@ impl Shape {
 
     /// Backward chunks: one also without keys, when there are lanes whose `dq` is to be written.
     pub(super) fn chunks(&self, keys: i64, lanes: i64) -> i64 {
-        if keys > 0 { div_up(keys, self.chunk(keys)) } else { i64::from(lanes > 0) }
+        // Short ones, nearly all, without a division.
+        if keys > self.chunk_max() as i64 { div_up(keys, self.chunk(keys)) } else { i64::from(keys > 0 || lanes > 0) }
     }
 }
 
@@ -108,7 +109,7 @@ pub(super) fn lane_tile(lanes: i64, max: usize) -> i64 {
 
 /// Tiles of `lanes`.
 pub(super) fn lane_tiles(lanes: i64, max: usize) -> i64 {
-    if lanes == 0 { 0 } else { div_up(lanes, lane_tile(lanes, max)) }
+    if lanes > max as i64 { div_up(lanes, lane_tile(lanes, max)) } else { i64::from(lanes > 0) }
 }
 
 /// Lanes of a backward item: a *stretch* of [`STRETCH_TILES`] tiles.
@@ -123,7 +124,7 @@ pub(super) fn stretch_max() -> i64 {
 
 /// Stretches: one also without lanes, when there are keys whose gradients (zeros) are to be written.
 pub(super) fn stretches(lanes: i64, keys: i64) -> i64 {
-    if lanes > 0 { div_up(lanes, stretch(lanes)) } else { i64::from(keys > 0) }
+    if lanes > stretch_max() { div_up(lanes, stretch(lanes)) } else { i64::from(lanes > 0 || keys > 0) }
 }
 
 /// A key/value sequence and what attends to it. `*_first` number items and turns through the batch.
@@ -362,15 +363,18 @@ impl<'a> Schedule<'a> {
 
 /// Visible pairs of a sequence, from five of its rows: only the order of work depends on it.
 fn pairs(problem: &Problem, q_len: i64, kv_len: i64) -> i64 {
-    let seen = |i: i64| {
-        let r = problem.mask.visible(i, q_len, kv_len);
-        i128::from(r.end - r.start)
-    };
     if q_len == 0 || kv_len == 0 {
         return 0;
     }
-    let sum: i128 = (0..5).map(|k| seen((q_len - 1) * k / 4)).sum();
-    i64::try_from(sum * i128::from(q_len) / 5).unwrap_or(i64::MAX)
+    if problem.mask == Mask::Full {
+        return q_len.saturating_mul(kv_len);
+    }
+    let seen = |i: i64| {
+        let r = problem.mask.visible(i, q_len, kv_len);
+        r.end - r.start
+    };
+    let sum: i64 = (0..5).map(|k| seen((q_len - 1) * k / 4)).sum();
+    sum.saturating_mul(q_len) / 5
 }
 
 /// Writes the schedule of a batch.
