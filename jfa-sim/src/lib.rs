@@ -49,6 +49,7 @@ pub mod lower;
 mod machine;
 mod mbarrier;
 mod memory;
+pub mod model;
 pub mod num;
 pub mod ptx;
 mod rng;

@@ -2,6 +2,7 @@
 
 use crate::clock::Knowledge;
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 /// Bytes that a shadow entry covers.
 const GRAIN: usize = 4;
@@ -29,21 +30,47 @@ struct Grain {
     init: u8,
 }
 
+/// A cheap hash for keys that are made here.
+#[derive(Default)]
+pub(crate) struct Mix(u64);
+
+impl Hasher for Mix {
+    fn write(&mut self, bytes: &[u8]) {
+        for b in bytes {
+            self.write_u64(u64::from(*b));
+        }
+    }
+
+    fn write_u64(&mut self, v: u64) {
+        self.0 = (self.0 ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    }
+
+    fn write_u128(&mut self, v: u128) {
+        self.write_u64(v as u64);
+        self.write_u64((v >> 64) as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
 /// Interned sets of reads, shared by the CTAs of a cluster.
 pub(crate) struct Readers {
     sets: Vec<Box<[(u16, u32)]>>,
-    ids: HashMap<(u32, u16, u32), u32>,
+    ids: HashMap<u128, u32, BuildHasherDefault<Mix>>,
 }
 
 impl Default for Readers {
     fn default() -> Self {
-        Readers { sets: vec![Box::new([])], ids: HashMap::new() }
+        Readers { sets: vec![Box::new([])], ids: HashMap::default() }
     }
 }
 
 impl Readers {
     fn with(&mut self, set: u32, slot: u16, clock: u32) -> u32 {
-        if let Some(&id) = self.ids.get(&(set, slot, clock)) {
+        let key = u128::from(set) << 64 | u128::from(slot) << 32 | u128::from(clock);
+        if let Some(&id) = self.ids.get(&key) {
             return id;
         }
         let old = &self.sets[set as usize];
@@ -55,7 +82,7 @@ impl Readers {
             self.sets.push(v.into());
             self.sets.len() as u32 - 1
         };
-        self.ids.insert((set, slot, clock), id);
+        self.ids.insert(key, id);
         id
     }
 

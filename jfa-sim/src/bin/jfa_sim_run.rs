@@ -1,6 +1,6 @@
 //! Runs kernels in the simulator as a JSON file describes; see the crate's README for the format.
 
-use jfa_sim::{Arch, Config, DataType, LaunchConfig, Machine, Module, ParamValue, Program, Swizzle, TensorMap};
+use jfa_sim::{Arch, Config, DataType, LaunchConfig, Machine, Module, ParamValue, Program, Swizzle, TensorMap, model};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,6 +21,8 @@ struct Job {
     shuffle: bool,
     #[serde(default = "yes")]
     detect: bool,
+    #[serde(default = "yes")]
+    strict_fences: bool,
     #[serde(default)]
     threads: usize,
     #[serde(default)]
@@ -194,6 +196,7 @@ fn run(file: &Path, seed: Option<u64>, quiet: bool) -> Res<usize> {
         seed: seed.unwrap_or(job.seed),
         shuffle: job.shuffle,
         detect: job.detect,
+        strict_fences: job.strict_fences,
         threads: job.threads,
         ..Config::default()
     };
@@ -229,11 +232,14 @@ fn run(file: &Path, seed: Option<u64>, quiet: bool) -> Res<usize> {
                 eprintln!("{f}");
             }
         }
+        let bound = model::bound(arch, &r.counters);
         let rate = r.counters.thread_instructions as f64 / r.seconds.max(1e-9) / 1e6;
         reports.push(serde_json::json!({
             "kernel": l.kernel,
             "seconds": r.seconds,
             "million_thread_instructions_per_second": rate,
+            "bound_cycles": bound.cycles(1),
+            "bound_by": bound.limiter(),
             "findings": r.findings,
             "counters": r.counters.named().into_iter().collect::<BTreeMap<_, _>>(),
         }));

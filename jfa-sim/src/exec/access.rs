@@ -175,7 +175,6 @@ impl<'a> Cluster<'a> {
     /// `len` bytes at `at` beyond `loc` were just stored, but hold a value that nothing wrote.
     pub(crate) fn forget(&mut self, w: &mut Warp, loc: Loc<'a>, at: usize, len: usize) {
         match loc {
-            Loc::Global(a, off) => a.mark(off + at, len, 0, INIT),
             Loc::Shared(cta, off) => self.ctas[cta].smem.forget(off + at, len),
             Loc::Local(off) if !w.local_init.is_empty() => w.local_init[off + at..off + at + len].fill(false),
             _ => {}

@@ -18,7 +18,7 @@ use crate::memory::DeviceMemory;
 use crate::rng::Rng;
 use crate::shared::{Readers, Shared};
 use engine::Engine;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -85,7 +85,7 @@ pub(crate) struct Cta {
     pub id: [u32; 3],
     pub rank: u32,
     pub smem: Shared,
-    pub mbars: HashMap<u32, MBarrier>,
+    pub mbars: BTreeMap<u32, MBarrier>,
     pub bars: Vec<NamedBarrier>,
     pub warps: std::ops::Range<usize>,
     pub tmem: TensorMemory,
@@ -149,7 +149,7 @@ impl<'a> Cluster<'a> {
                 id,
                 rank,
                 smem: Shared::new(bytes, l.cfg.detect),
-                mbars: HashMap::new(),
+                mbars: BTreeMap::new(),
                 bars: vec![NamedBarrier::default(); 16],
                 warps: start..start + warps_per,
                 tmem: TensorMemory::default(),
@@ -322,9 +322,7 @@ impl<'a> Cluster<'a> {
             }
         }
         for c in &self.ctas {
-            let mut bars: Vec<_> = c.mbars.iter().collect();
-            bars.sort_by_key(|b| b.0);
-            for (off, b) in bars {
+            for (off, b) in &c.mbars {
                 let _ = write!(
                     text,
                     "\n  CTA {:?} mbarrier {off:#x}: phase {} (parity {}), {} of {} arrivals and {} bytes pending",

@@ -1005,7 +1005,20 @@ impl<'a> Cluster<'a> {
                 if w.undefined_from.is_some() {
                     for (k, s) in v.iter().enumerate() {
                         if matches!(s, Src::Reg(r) if w.undefined[*r as usize] >> lane & 1 == 1) {
-                            self.forget(w, loc, k * bytes, bytes);
+                            if matches!(loc, Loc::Global(..)) {
+                                let (line, addr) = w.undefined_from.unwrap_or((0, 0));
+                                self.report(
+                                    w,
+                                    lane as u32,
+                                    Kind::Uninitialised,
+                                    Some(addr),
+                                    format!(
+                                        "stores a value that PTX line {line} loaded from memory that nothing wrote"
+                                    ),
+                                );
+                            } else {
+                                self.forget(w, loc, k * bytes, bytes);
+                            }
                         }
                     }
                 }
