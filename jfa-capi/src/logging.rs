@@ -1,7 +1,7 @@
 //! Messages of the C library: to the callback of the context whose call is running on this thread, else to standard
 //! error.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::io::Write;
 use std::sync::Mutex;
@@ -28,6 +28,8 @@ unsafe impl Sync for Sink {}
 
 thread_local! {
     static CURRENT: Cell<Option<Sink>> = const { Cell::new(None) };
+    /// Messages about the environment, held until the environment has said how much is logged.
+    static HELD: RefCell<Option<Vec<(LogLevel, String)>>> = const { RefCell::new(None) };
 }
 
 /// `JFA_LOG` as last read, for what goes to standard error.
@@ -66,7 +68,9 @@ pub(crate) fn start(log: jfa_log_fn, data: *mut c_void, level: i32) -> Result<(O
         jfa_core::log::install(LogLevel::Warn, Box::new(deliver));
     }
     let sink = |level| log.map(|function| Sink { function, data, level });
-    let environment = scoped(sink(asked.unwrap_or_default()), Environment::from_process);
+    HELD.replace(Some(Vec::new()));
+    let environment = Environment::from_process();
+    let held = HELD.take().unwrap_or_default();
     let from_environment = environment.log_level();
     STDERR.store(from_environment as u8, Ordering::Relaxed);
     let sink = sink(asked.unwrap_or(from_environment));
@@ -75,6 +79,7 @@ pub(crate) fn start(log: jfa_log_fn, data: *mut c_void, level: i32) -> Result<(O
         *highest = Some(wanted);
         jfa_core::log::set_level(wanted);
     }
+    scoped(sink, || held.iter().for_each(|(level, message)| deliver(*level, message)));
     Ok((sink, environment))
 }
 
@@ -95,6 +100,12 @@ pub(crate) fn scoped<R>(sink: Option<Sink>, body: impl FnOnce() -> R) -> R {
 }
 
 fn deliver(level: LogLevel, message: &str) {
+    let held = HELD.try_with(|held| {
+        held.borrow_mut().as_mut().map(|messages| messages.push((level, message.to_owned()))).is_some()
+    });
+    if held == Ok(true) {
+        return;
+    }
     match CURRENT.try_with(Cell::get).ok().flatten() {
         Some(sink) if level <= sink.level => {
             let text = c_text(message);
