@@ -39,21 +39,14 @@ pub struct Config {
     /// `mbarrier.init` to the asynchronous proxy, and `tcgen05.fence::after_thread_sync` between a barrier and uses of
     /// tensor memory that others wrote.
     pub strict_fences: bool,
-    /// What `%nsmid` shows.
+    /// Multiprocessors that kernels and launchers see. Few make persistent kernels cheap, and each CTA walk through
+    /// several units of work.
     pub sms: u32,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config {
-            seed: 0,
-            shuffle: true,
-            detect: true,
-            threads: 0,
-            spin_limit: 50_000_000,
-            strict_fences: true,
-            sms: 132,
-        }
+        Config { seed: 0, shuffle: true, detect: true, threads: 0, spin_limit: 50_000_000, strict_fences: true, sms: 8 }
     }
 }
 

@@ -402,8 +402,23 @@ impl Cluster<'_> {
                 }
                 Mbar::Wait { phase, parity, block, .. } => {
                     let v = self.lane_src(w, phase, lane);
+                    let cur = w.cur;
+                    let now = self.ctas[cta].mbars[&off].phase;
+                    if let Some((c, o, p)) = w.frags[cur].awaited
+                        && (c, o) == (cta, off)
+                        && now >= p + 2
+                        && parity
+                    {
+                        w.frags[cur].awaited = None;
+                        self.report(
+                            w,
+                            lane,
+                            Kind::Mbarrier,
+                            Some(addr),
+                            format!("phase {p} and the next one completed before this wait saw the first: it can miss its phase"),
+                        );
+                    }
                     let b = &self.ctas[cta].mbars[&off];
-                    let now = b.phase;
                     let target = if parity {
                         // Parity P asks for the completion of the phase of that parity: true once the current phase differs.
                         if u64::from(now & 1) != (v & 1) { None } else { Some(now) }
@@ -441,9 +456,15 @@ impl Cluster<'_> {
             }
             if result == 0 && !timed_out && !give_up {
                 self.counters.mbarrier_waits += 1;
+                if let State::Mbar { cta, off, phase } = s {
+                    w.frags[cur].awaited = Some((cta, off, phase));
+                }
                 w.frags[cur].state = s;
                 return true;
             }
+        }
+        if result != 0 {
+            w.frags[cur].awaited = None;
         }
         w.set_pred(p, mask, result);
         false

@@ -52,6 +52,8 @@ pub(crate) struct Frag {
     pub state: State,
     /// Line of the wait, for reports.
     pub wait_line: u32,
+    /// The mbarrier phase it waits for: CTA, offset, phase.
+    pub awaited: Option<(usize, u32, u32)>,
     /// A wait gave up once; the next try returns false instead of blocking.
     pub timed_out: bool,
 }
@@ -157,7 +159,15 @@ impl Warp {
             regs: vec![[0; 32]; k.regs as usize],
             preds: vec![0; k.preds as usize],
             cc: 0,
-            frags: vec![Frag { pc: 0, mask: exist, join: NONE, state: State::Ready, wait_line: 0, timed_out: false }],
+            frags: vec![Frag {
+                pc: 0,
+                mask: exist,
+                join: NONE,
+                state: State::Ready,
+                wait_line: 0,
+                timed_out: false,
+                awaited: None,
+            }],
             cur: 0,
             joins: vec![],
             free_joins: vec![],
@@ -255,7 +265,7 @@ impl Warp {
             }
         };
         for (k, &(pc, mask)) in parts.iter().enumerate() {
-            let part = Frag { pc, mask, join, state: State::Ready, wait_line: 0, timed_out: false };
+            let part = Frag { pc, mask, join, state: State::Ready, wait_line: 0, timed_out: false, awaited: None };
             if k == 0 {
                 self.frags[self.cur] = part;
             } else {
@@ -307,6 +317,7 @@ impl Warp {
                 state: State::Ready,
                 wait_line: 0,
                 timed_out: false,
+                awaited: None,
             });
             let k = self.frags.len() - 1;
             self.settle(k);

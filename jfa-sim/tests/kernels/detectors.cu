@@ -243,6 +243,31 @@ DEV void over_arrive(int* out) {
 }
 PAIR(over_arrive, (int* out), (out))
 
+// Two phases complete although a thread may still wait for the first.
+template <bool Bad>
+DEV void overrun(int* out) {
+    __shared__ __align__(8) uint64_t bar, seen;
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&bar), 1);
+        mbar_init(smem(&seen), 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 32) {
+        for (int i = 0; i < 3; i++) {
+            mbar_arrive(smem(&bar));
+            if (!Bad) mbar_wait(smem(&seen), i & 1);
+        }
+    }
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 3; i++) {
+            mbar_wait(smem(&bar), i & 1);
+            mbar_arrive(smem(&seen));
+        }
+    }
+    out[threadIdx.x] = 1;
+}
+PAIR(overrun, (int* out), (out))
+
 // Uses a barrier that another warp initialises, without ordering.
 template <bool Bad>
 DEV void init_order(int* out) {
