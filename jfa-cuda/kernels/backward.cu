@@ -278,7 +278,10 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                         load(map_o, &shared.o_full, shared.o, q_tile, g.o_row + q0, g.q_len - q0, g.head);
                         ++o_count;
                     }
-                    if (tile + 1 == it.tile_end && looked < 3) look_ahead();
+                    // Not before the last steps: an item claimed early waits behind this one while others have nothing to do, and all
+                    // later tiles of its sequence wait with it.
+                    const int left = (p.group - 1 - member) * (g.hi - g.lo) + i - g.lo;
+                    if (tile + 1 == it.tile_end && looked < 3 && left < 4) look_ahead();
                 }
             }
         }
