@@ -107,7 +107,7 @@ pub trait Gpu: Send + Sync {
     /// Called once per device and kernel; the result stays valid as long as the implementation lives.
     fn load(&self, device: usize, arch: Arch, kernel: &KernelInfo, image: &[u8]) -> Result<KernelHandle>;
 
-    /// Encodes a tensor map.
+    /// Encodes a tensor map. A context is current: the driver refuses without one, although it follows no address.
     fn encode(&self, spec: &TensorMapSpec) -> Result<TensorMap>;
 
     /// Queues a launch on `stream`, whose context is current.
