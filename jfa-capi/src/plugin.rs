@@ -423,13 +423,7 @@ impl AttentionBackend for PluginBackend {
             let reason = "plan_create reported success and gave no plan".to_owned();
             return Err(Error::Backend { name: handle.name.clone(), status: 0, reason });
         }
-        let mut plan = PluginPlan {
-            handle,
-            plan,
-            requirements: Requirements::default(),
-            description: String::new(),
-            backward: self.capabilities.backward,
-        };
+        let mut plan = PluginPlan { handle, plan, requirements: Requirements::default(), description: String::new() };
         let table = &plan.handle.table;
         let mut r = jfa_requirements {
             struct_size: size_of::<jfa_requirements>(),
@@ -464,7 +458,6 @@ struct PluginPlan {
     plan: *mut jfa_backend_plan,
     requirements: Requirements,
     description: String,
-    backward: bool,
 }
 
 // SAFETY: `jfa_backend.h` requires that functions may be called on one plan from many threads at once.
@@ -530,10 +523,6 @@ impl BackendPlan for PluginPlan {
     }
 
     unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {
-        if !self.backward {
-            let asked = "a backward".to_owned();
-            return Err(Error::Unsupported { asked, lacks: format!("'{}' has none", self.handle.name) });
-        }
         let layout = convert::c_layout(call.layout);
         let call = c_call(call, &layout);
         let [q, k, v, o] = [&args.q, &args.k, &args.v, &args.o].map(convert::c_tensor);
