@@ -694,7 +694,6 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         ptx::wgmma_wait<1>();
         ptx::wgmma_hold(dq);
         if (!keys_leave && lane == 0) ptx::mbarrier_arrive(&shared.ds_empty);
-        if (second) end_dq(step - 1, old, old_block);
 
         // ds^T goes to shared memory, once the other consumer has read the last one
         ptx::mbarrier_wait(&shared.ds_empty, step & 1);
@@ -705,6 +704,10 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         ptx::fence_async_shared();
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.ds_full);
+
+        // The other dq leaves; behind the fence, which would be free to wait for its stores.
+        if (second) end_dq(step - 1, old, old_block);
+
         ptx::wgmma_wait<0>();  // dk
         if (lane == 0) {
             ptx::mbarrier_arrive(&shared.q_empty[stage]);
