@@ -9,10 +9,8 @@
 //               threads add in the same order. Only sequences too long for one CTA have tiles on many: they wait for flags
 //   roles       warp 0: schedule and TMA; warps 1, 2: delta = rowsum(o * do), once per block of rows; warp 3: lse, waits for
 //               flags; two consumer warpgroups of 64 keys each
-//   buffers     k, v: 2 stages (their tile's dk, dv leave through them); q, do: 2 stages; o: 1; ds^T: 1
-//   overlap     exponentials under dp^T, ds^T under dv; dq of a step is issued in the middle of the next one and leaves under dk. The
-//               consumers meet only through ds^T and may be half a step apart, so that one's products run under the other's
-//               elementwise part. Nothing stops between tiles
+//   buffers     k, v: 2 stages (their tile's dk, dv leave through them); q, do: 2 stages; o: 1; ds^T: 1 (dq leaves through it)
+//   overlap     the next step's s^T is issued behind this step's dq, also across tiles; dp^T right after dq left its registers
 //   registers   consumers 232, producer warpgroup 40
 //   rate        docs/performance.md
 #include "params.h"
@@ -99,15 +97,12 @@ struct SharedMemory {
     uint64_t k_full[2], v_full[2], kv_empty[2];
     uint64_t q_full[2], do_full[2], q_empty[2];     // q_empty: q and do
     uint64_t o_full, o_empty;
-    uint64_t delta_full[2], lse_full[2];
-    uint64_t chain_full[4], dq_done[4];             // of step % 4: waited for a step later, and not in every step
-    uint64_t ds_full, ds_empty;                     // ds_empty: also for the product before the first step, one phase more
+    uint64_t delta_full[2], lse_full[2], chain_full[2];
+    uint64_t ds_empty;
 };
 
 __device__ __forceinline__ int stage_of(uint32_t n) { return n & 1; }
 __device__ __forceinline__ uint32_t phase_of(uint32_t n) { return (n >> 1) & 1; }
-__device__ __forceinline__ int slot_of(uint32_t n) { return n & 3; }
-__device__ __forceinline__ uint32_t slot_phase(uint32_t n) { return (n >> 2) & 1; }
 __device__ __forceinline__ uint64_t* segment_full(SharedMemory& shared, uint32_t n) { return &shared.segment_full[n % segments]; }
 __device__ __forceinline__ uint64_t* segment_empty(SharedMemory& shared, uint32_t n) { return &shared.segment_empty[n % segments]; }
 __device__ __forceinline__ uint32_t segment_phase(uint32_t n) { return (n / segments) & 1; }
@@ -283,10 +278,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                         load(map_o, &shared.o_full, shared.o, q_tile, g.o_row + q0, g.q_len - q0, g.head);
                         ++o_count;
                     }
-                    // Not before the last steps: an item claimed early waits behind this one while others have nothing to do, and all
-                    // later tiles of its sequence wait with it.
-                    const int left = (p.group - 1 - member) * (g.hi - g.lo) + i - g.lo;
-                    if (tile + 1 == it.tile_end && looked < 3 && left < 4) look_ahead();
+                    if (tile + 1 == it.tile_end && looked < 3) look_ahead();
                 }
             }
         }
@@ -334,7 +326,7 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
     uint32_t o_count = 0;
     const auto raise = [&](uint32_t steps) {
         if (leaving < 0) return;
-        ptx::mbarrier_wait(&shared.dq_done[slot_of(steps - 1)], slot_phase(steps - 1));
+        ptx::mbarrier_wait(&shared.q_empty[stage_of(steps - 1)], phase_of(steps - 1));
         if (lane == 0) ptx::store_release(flag_of(p, leaving), tiles);
     };
     const uint32_t steps = every_step(
@@ -403,8 +395,8 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
             }
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(&shared.delta_full[stage]);
-            // The step before: its share of dq is in `partial` in the middle of this one. The flag says so to the CTA of the next
-            // tile; raised here, because it costs a round trip to the L2 that the consumers need not wait for.
+            // The step before: its share of dq is in `partial` when the consumers have left the stage. The flag says so to the CTA
+            // of the next tile; raised here, because it costs a round trip to the L2 that the consumers need not wait for.
             if (me == 1) {
                 raise(step);
                 leaving = (s.flags & chained) && i >= s.later_begin ? s.block + i : -1;
@@ -436,12 +428,13 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
                 while (ptx::load_acquire(flag) < s.tile) {}
             }
             __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(&shared.chain_full[slot_of(step)]);
+            if (lane == 0) ptx::mbarrier_arrive(&shared.chain_full[stage]);
         });
 }
 
 // ---------------------------------------------------------------------------------------------------------------- consumer
-__device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_dk, const CUtensorMap* map_dv, int me) {
+__device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_dq, const CUtensorMap* map_dk,
+                        const CUtensorMap* map_dv, int me) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = ptx::lane_id();
     const int own_row = 64 * me + 16 * warp;           // the warp's 16 rows of k, v, ds^T; a thread has two of them
     const int column = 2 * (lane % 4);
@@ -531,103 +524,22 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                     partial_of((slice_of(p) * p.heads_kv + kv_head) * p.group * p.blocks + b)[32 * x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
 
-    // ds^T of the first step's predecessor, which nobody looks at: a product that runs in every step needs no branch, behind which the
-    // assembler would serialize all products.
-    for (int x = 0; x < q_tile / 16; ++x)
-        ptx::stmatrix_x4(fragment_rows(ptx::smem_address(shared.ds[x / 4]) + own_row * 128, x % 4 * 2), 0, 0, 0, 0);
-    ptx::fence_async_shared();
-    ptx::named_barrier_sync(1, 256);
-
     fetch();
     if (flags & the_end) return;
-
-    // dq of step n, query block b of segment g, comes a step later. Where no later tile adds to it, it begins with the sum.
-    const auto is_later = [&](const Segment& g, int b) { return p.broadcast || b >= g.later_begin; };
-    const auto is_earlier = [&](const Segment& g, int b) { return p.broadcast || b < g.earlier_end; };
-    const auto begin_dq = [&](uint32_t n, const Segment& g, int b, bool is) {
-        if (!is || is_later(g, b) || !is_earlier(g, b)) {  // zeros, not a product that overwrites: dq would occupy registers from one step to the next
-#pragma unroll
-            for (int x = 0; x < dq_columns / 2; ++x) dq[x] = 0.0f;
-            return;
-        }
-        if (g.flags & chained) ptx::mbarrier_wait(&shared.chain_full[slot_of(n)], slot_phase(n));
-        const float4* sums = partial_of(g.block + b);
-#pragma unroll
-        for (int x = 0; x < dq_columns / 8; ++x) {
-            const float4 f = ptx::load_l2(sums + 32 * x);
-            dq[4 * x] = f.x, dq[4 * x + 1] = f.y, dq[4 * x + 2] = f.z, dq[4 * x + 3] = f.w;
-        }
-    };
-    // It leaves: to `partial`, or for good.
-    const auto end_dq = [&](uint32_t n, const Segment& g, int b) {
-        if (is_later(g, b)) {
-            float4* sums = partial_of(g.block + b);
-            if (is_earlier(g, b)) {
-                if (g.flags & chained) ptx::mbarrier_wait(&shared.chain_full[slot_of(n)], slot_phase(n));
-#pragma unroll
-                for (int x = 0; x < dq_columns / 8; ++x) ptx::add_l2(sums + 32 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]});
-            } else {
-#pragma unroll
-                for (int x = 0; x < dq_columns / 8; ++x) ptx::store_l2(sums + 32 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]});
-            }
-            __syncwarp();
-        } else {
-            if (is_earlier(g, b)) ptx::discard_l2(reinterpret_cast<const char*>(partial_of(g.block + b) - lane) + 128 * lane);
-            // Straight from the registers: through shared memory it would wait for the other consumer. Neighbouring lanes swap halves,
-            // so that four of them write 32 bytes side by side.
-            const int row = b * q_tile + (q_tile == 128 ? own_row : 16 * warp) + lane / 4, end = min(g.q_len, p.o_rows - g.q_row);
-            const bool odd = lane & 1;
-            const int first_column = (q_tile == 128 ? 0 : 64 * me) + (odd ? 8 : 0) + (lane & 2) * 2;
-            char* to = static_cast<char*>(p.dq) + (g.q_row + row) * p.dq_row_bytes + g.head * p.dq_head_bytes + first_column * 2;
-#pragma unroll
-            for (int x = 0; x < dq_columns / 8; x += 2) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint32_t here = ptx::pack<T>(dq[4 * x + 2 * half] * p.scale, dq[4 * x + 2 * half + 1] * p.scale);
-                    const uint32_t there = ptx::pack<T>(dq[4 * x + 4 + 2 * half] * p.scale, dq[4 * x + 5 + 2 * half] * p.scale);
-                    const uint32_t other = __shfl_xor_sync(~0u, odd ? here : there, 1);
-                    if (row + 8 * half < end && first_column + 8 * x < 8 * p.vectors_qk)
-                        *reinterpret_cast<uint2*>(to + 8 * half * p.dq_row_bytes + 16 * x) = odd ? uint2{other, there} : uint2{here, other};
-                }
-            }
-            __syncwarp();
-        }
-        if (lane == 0) ptx::mbarrier_arrive(&shared.dq_done[slot_of(n)]);
-    };
-    // dv or dk leaves through the rows of v or k that this warp owned
-    const auto leave = [&](const CUtensorMap* map, const Segment& g, uint8_t* tile, const float(&from)[head_dim / 2], float factor) {
-        const int rows = min(16, g.kv_len - g.key0 - own_row);
-#pragma unroll
-        for (int x = 0; x < head_dim / 8; x += 2)
-            ptx::stmatrix_x4(fragment_rows(ptx::smem_address(tile) + x / 8 * kv_chunk + own_row * 128, x % 8),
-                             ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
-                             ptx::pack<T>(from[4 * x + 2] * factor, from[4 * x + 3] * factor),
-                             ptx::pack<T>(from[4 * x + 4] * factor, from[4 * x + 5] * factor),
-                             ptx::pack<T>(from[4 * x + 6] * factor, from[4 * x + 7] * factor));
-        ptx::fence_async_shared();
-        __syncwarp();
-        if (lane == 0 && rows > 0) {
-#pragma unroll
-            for (int x = 0; x < chunks; ++x)
-                ptx::tma_store_rows(map, tile + x * kv_chunk + own_row * 128, 64 * x, g.kv_row + g.key0 + own_row, rows, g.kv_head);
-            ptx::bulk_commit();
-        }
-    };
-
-    bool first = true;
+    wait_k_q(unit, step);
+    scores(unit, step);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_hold(s);
+    wait_v_do(unit, step);
+    bool first = true, keys_leave = false;
     for (;;) {
         const Segment& g = shared.held[4 * me + warp][held % 2];
         const int stage = stage_of(step);
         uint32_t p_fragments[q_tile / 16][4], ds_fragments[q_tile / 16][4];
 
-        // s^T = k q^T, dp^T = v do^T, behind it p^T = exp2(s^T * scale - lse), at most 1
-        wait_k_q(unit, step);
-        scores(unit, step);
-        wait_v_do(unit, step);
+        // dp^T = v do^T, behind it p^T = exp2(s^T * scale - lse), at most 1
         score_gradients(unit, step);
         ptx::mbarrier_wait(&shared.lse_full[stage], phase_of(step));
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_hold(s);
 #pragma unroll
         for (int x = 0; x < q_tile / 8; x += 2) {
             // Two groups of eight columns: lse of this thread's columns x, x + 1 of both.
@@ -673,71 +585,124 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
         }
 
-        // dq = ds k of the step before (its registers would not be there earlier)
-        const bool second = step != 0, segment_begins = second && block == g.hi - 1, keys_leave = second && first;
-        const uint32_t old_unit = unit - keys_leave;
-        const Segment& old = shared.held[4 * me + warp][(held - segment_begins) % 2];
-        const int old_block = segment_begins ? old.lo : block + 1;
-        begin_dq(step - 1, old, old_block, second);
-        if (second) ptx::mbarrier_wait(&shared.ds_full, (step & 1) ^ 1);
-        query_gradients(old_unit);
-
-        // A tile begins: dk of the one before leaves, when both consumers have read its k for the last time.
-        if (keys_leave) {
-            ptx::wgmma_wait<0>();
-            if (lane == 0) ptx::mbarrier_arrive(&shared.ds_empty);
-            ptx::mbarrier_wait(&shared.ds_empty, step & 1);
-            leave(map_dk, old, shared.k[stage_of(old_unit)], dk, p.scale);
-        }
-        // dk += ds^T q, behind it the other dq leaves
+        // dk += ds^T q
         accumulate(dk, ds_fragments, shared.q[stage], first);
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_hold(dq);
-        if (!keys_leave && lane == 0) ptx::mbarrier_arrive(&shared.ds_empty);
 
-        // ds^T goes to shared memory, once the other consumer has read the last one
-        ptx::mbarrier_wait(&shared.ds_empty, step & 1);
+        // Behind it ds^T goes to shared memory, once the other consumer has read the last one and the stores that leave through it
+        // are done.
+        if (lane == 0) ptx::bulk_wait_read<0>();
+        ptx::mbarrier_wait(&shared.ds_empty, (step & 1) ^ 1);
+        __syncwarp();
+        if (keys_leave && lane == 0) ptx::mbarrier_arrive(&shared.kv_empty[stage_of(unit) ^ 1]);
+        keys_leave = false;
 #pragma unroll
         for (int x = 0; x < q_tile / 16; ++x)
             ptx::stmatrix_x4(fragment_rows(ptx::smem_address(shared.ds[x / 4]) + own_row * 128, x % 4 * 2), ds_fragments[x][0], ds_fragments[x][1],
                              ds_fragments[x][2], ds_fragments[x][3]);
+
         ptx::fence_async_shared();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&shared.ds_full);
 
-        // The other dq leaves; behind the fence, which would be free to wait for its stores.
-        if (second) end_dq(step - 1, old, old_block);
+        // What this step does with its share of dq: the sum of the tiles before comes in where this is the last one to add.
+        const bool earlier = p.broadcast || block < g.earlier_end, later = p.broadcast || block >= g.later_begin, takes = earlier && !later;
+        if (takes) {
+            const float4* sums = partial_of(g.block + block);
+            if (flags & chained) ptx::mbarrier_wait(&shared.chain_full[stage], phase_of(step));
+#pragma unroll
+            for (int x = 0; x < dq_columns / 8; ++x) {
+                const float4 f = ptx::load_l2(sums + 32 * x);
+                dq[4 * x] = f.x, dq[4 * x + 1] = f.y, dq[4 * x + 2] = f.z, dq[4 * x + 3] = f.w;
+            }
+        } else {
+#pragma unroll
+            for (int x = 0; x < dq_columns / 2; ++x) dq[x] = 0.0f;
+        }
+        ptx::wgmma_wait<1>();  // dv: its fragments leave their registers
 
-        ptx::wgmma_wait<0>();  // dk
-        if (lane == 0) {
-            ptx::mbarrier_arrive(&shared.q_empty[stage]);
-            if (keys_leave) {
-                ptx::bulk_wait_read<0>();
-                ptx::mbarrier_arrive(&shared.kv_empty[stage_of(old_unit)]);
+        ptx::named_barrier_sync(1, 256);  // ds^T is complete
+        query_gradients(unit);
+
+        // The next step's scores run behind it; after the last step this one's once more, and nobody looks (a product behind a
+        // branch would make the assembler serialize all of them).
+        const int this_block = block, these_flags = flags;
+        const bool segment_ends = block == g.lo, last = segment_ends && (flags & last_of_tile);
+        --block;
+        if (segment_ends) fetch();
+        const bool more = !(flags & the_end);
+        const uint32_t next_unit = unit + last;
+        if (more) wait_k_q(next_unit, step + 1);
+        ptx::wgmma_wait<1>();  // dk
+        scores(more ? next_unit : unit, step + more);
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_hold(dq);
+        if (lane == 0) ptx::mbarrier_arrive(&shared.ds_empty);
+
+        // dq leaves: to `partial`, or for good through the warp's rows of the ds^T buffer
+        if (later) {
+            float4* sums = partial_of(g.block + this_block);
+            if (earlier) {
+                if (these_flags & chained) ptx::mbarrier_wait(&shared.chain_full[stage], phase_of(step));
+#pragma unroll
+                for (int x = 0; x < dq_columns / 8; ++x) ptx::add_l2(sums + 32 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]});
+            } else {
+#pragma unroll
+                for (int x = 0; x < dq_columns / 8; ++x) ptx::store_l2(sums + 32 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]});
+            }
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);  // also tells warp 2 to raise the flag
+        } else {
+            if (takes) ptx::discard_l2(reinterpret_cast<const char*>(partial_of(g.block + this_block) - lane) + 128 * lane);
+            if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
+            ptx::mbarrier_wait(&shared.ds_empty, step & 1);
+            const uint8_t* staging = shared.ds[0] + own_row * 128;
+#pragma unroll
+            for (int x = 0; x < dq_columns / 8; x += 2)
+                ptx::stmatrix_x4(fragment_rows(ptx::smem_address(staging), x), ptx::pack<T>(dq[4 * x] * p.scale, dq[4 * x + 1] * p.scale),
+                                 ptx::pack<T>(dq[4 * x + 2] * p.scale, dq[4 * x + 3] * p.scale),
+                                 ptx::pack<T>(dq[4 * x + 4] * p.scale, dq[4 * x + 5] * p.scale),
+                                 ptx::pack<T>(dq[4 * x + 6] * p.scale, dq[4 * x + 7] * p.scale));
+            ptx::fence_async_shared();
+            __syncwarp();
+            const int row = this_block * q_tile + (q_tile == 128 ? own_row : 16 * warp), rows = min(16, g.q_len - row);
+            if (lane == 0 && rows > 0) {
+                ptx::tma_store_rows(map_dq, staging, q_tile == 128 ? 0 : 64 * me, g.q_row + row, rows, g.head);
+                ptx::bulk_commit();
             }
         }
-        __syncwarp();
-        const bool last = block == g.lo && (flags & last_of_tile);
-        if (last) leave(map_dv, g, shared.v[stage_of(unit)], dv, 1.0f);
-        if (block == g.lo) fetch();
-        else --block;
-        if (flags & the_end) break;
+        if (more) wait_v_do(next_unit, step + 1);
+
+        // dk and dv leave through the rows of k and v that this warp owned
+        if (last) {
+            const int rows = min(16, g.kv_len - g.key0 - own_row);
+            const auto leave = [&](const CUtensorMap* map, uint8_t* tile, const float(&from)[head_dim / 2], float factor) {
+#pragma unroll
+                for (int x = 0; x < head_dim / 8; x += 2)
+                    ptx::stmatrix_x4(fragment_rows(ptx::smem_address(tile) + x / 8 * kv_chunk + own_row * 128, x % 8),
+                                     ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
+                                     ptx::pack<T>(from[4 * x + 2] * factor, from[4 * x + 3] * factor),
+                                     ptx::pack<T>(from[4 * x + 4] * factor, from[4 * x + 5] * factor),
+                                     ptx::pack<T>(from[4 * x + 6] * factor, from[4 * x + 7] * factor));
+                ptx::fence_async_shared();
+                __syncwarp();
+                if (lane == 0 && rows > 0) {
+#pragma unroll
+                    for (int x = 0; x < chunks; ++x)
+                        ptx::tma_store_rows(map, tile + x * kv_chunk + own_row * 128, 64 * x, g.kv_row + g.key0 + own_row, rows, g.kv_head);
+                    ptx::bulk_commit();
+                }
+            };
+            if (!more) ptx::wgmma_wait<0>();  // the product that nobody looks at reads k
+            leave(map_dv, shared.v[stage_of(unit)], dv, 1.0f);
+            ptx::mbarrier_wait(&shared.ds_empty, step & 1);  // both consumers have read k for the last time
+            leave(map_dk, shared.k[stage_of(unit)], dk, p.scale);
+            keys_leave = true;
+        }
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_hold(s);
+        if (!more) break;
         first = last;
-        unit += last;
+        unit = next_unit;
         ++step;
     }
-
-    // The last step's dq, the last tile's dk.
-    const Segment& old = shared.held[4 * me + warp][(held - 1) % 2];
-    begin_dq(step, old, old.lo, true);
-    ptx::mbarrier_wait(&shared.ds_full, step & 1);
-    query_gradients(unit);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_hold(dq);
-    if (lane == 0) ptx::mbarrier_arrive(&shared.ds_empty);
-    end_dq(step, old, old.lo);
-    ptx::mbarrier_wait(&shared.ds_empty, (step & 1) ^ 1);  // both consumers have read k for the last time
-    leave(map_dk, old, shared.k[stage_of(unit)], dk, p.scale);
     if (lane == 0) ptx::bulk_wait<0>();
 }
 
@@ -772,14 +737,10 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
             ptx::mbarrier_init(&shared.q_empty[i], 8);
             ptx::mbarrier_init(&shared.delta_full[i], 2);
             ptx::mbarrier_init(&shared.lse_full[i], 1);
-        }
-        for (int i = 0; i < 4; ++i) {
             ptx::mbarrier_init(&shared.chain_full[i], 1);
-            ptx::mbarrier_init(&shared.dq_done[i], 8);
         }
         ptx::mbarrier_init(&shared.o_full, 1);
         ptx::mbarrier_init(&shared.o_empty, 2);
-        ptx::mbarrier_init(&shared.ds_full, 8);
         ptx::mbarrier_init(&shared.ds_empty, 8);
         ptx::mbarrier_init_fence();
         ptx::tma_prefetch_map(&map_q);
@@ -787,6 +748,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         ptx::tma_prefetch_map(&map_v);
         ptx::tma_prefetch_map(&map_o);
         ptx::tma_prefetch_map(&map_do);
+        ptx::tma_prefetch_map(&map_dq);
         ptx::tma_prefetch_map(&map_dk);
         ptx::tma_prefetch_map(&map_dv);
     }
@@ -803,7 +765,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         }
     } else {
         ptx::registers_acquire<232>();
-        consume(shared, p, &map_dk, &map_dv, warpgroup - 1);
+        consume(shared, p, &map_dq, &map_dk, &map_dv, warpgroup - 1);
     }
 }
 

@@ -127,8 +127,8 @@ typedef struct JfaBackwardParams {
     const float *lse;            /* [heads_q, lse_head_stride] */
     int32_t *control;
     float *partial;
-    void *dq;                    /* stored from registers; the tensor map of dq is not read */
-    void *dk;                    /* where rows without any product become zero; everything else goes through the tensor maps */
+    void *dq;                    /* where rows without any product become zero; everything else goes through the tensor maps */
+    void *dk;
     void *dv;
     int64_t lse_head_stride;     /* elements */
     int64_t dq_row_bytes, dq_head_bytes;

@@ -205,9 +205,9 @@ __device__ int2 place_bins(SharedMemory& shared, const JfaScheduleParams& p, int
     }
     // Backward: a sequence belongs to one CTA (always with a broadcast query, whose units are dealt), unless it would still be at
     // work when the others have nothing left: begun after all heavier ones, it must fit into its share of the lighter ones, or into
-    // a thirty-second part of everything.
+    // a sixteenth of everything.
     const Sums<float> work = scan(sum[sequences_of] * work_of_backward_bin(t), shared.warp_sum[1]);
-    const bool split = p.broadcast_q_len < 0 && work_of_backward_bin(t) * p.backward_share > work.total - work.up_to + work.total * (1.0f / 32.0f);
+    const bool split = p.broadcast_q_len < 0 && work_of_backward_bin(t) * p.backward_share > work.total - work.up_to + work.total * (1.0f / 16.0f);
     shared.split[t] = split;
     const int units = split ? sum[tiles_of] : sum[sequences_of];
     __syncthreads();  // before the sums of the first scan are overwritten
