@@ -1,7 +1,7 @@
 //! Arithmetic of 32 lanes: every arithmetic opcode becomes a function over lane arrays, chosen once when a kernel
 //! is lowered.
 
-use crate::num::{self, Rnd, canon32, ftz};
+use crate::num::{self, Rnd, canon32, ftz, ftz_result, least_normal};
 use crate::ptx::{Ty, TyKind};
 
 /// Lane values of one register; narrower types use the low bits and keep the rest zero.
@@ -250,7 +250,7 @@ fn sat32(x: f32) -> f32 {
 
 /// Two-operand f32 operations with every modifier; the common modes are written out.
 macro_rules! f32_bin {
-    ($m:expr, $fast:expr, $slow:path) => {{
+    ($m:expr, $fast:expr, $slow:path, $exact:expr) => {{
         fn slow<const R: u8, const FTZ: bool, const SAT: bool>(x: &Lanes, y: &Lanes, o: &mut Lanes) {
             let mode = mode_of(R);
             for i in 0..32 {
@@ -260,9 +260,20 @@ macro_rules! f32_bin {
                 }
                 let mut r = $slow(mode, a, b);
                 if FTZ {
-                    r = ftz(r);
+                    r = ftz_result(mode, r, || $exact(f64::from(a), f64::from(b)));
                 }
                 o[i] = if SAT { sat32(r) } else { r }.put();
+            }
+        }
+        fn flushing(x: &Lanes, y: &Lanes, o: &mut Lanes) {
+            let mut border = false;
+            for i in 0..32 {
+                let r = $fast(ftz(f32::get(x[i])), ftz(f32::get(y[i])));
+                border |= least_normal(r);
+                o[i] = canon32(ftz(r)).put();
+            }
+            if border {
+                slow::<0, true, false>(x, y, o);
             }
         }
         let f: fn(f32, f32) -> f32 = $fast;
@@ -270,7 +281,7 @@ macro_rules! f32_bin {
         let m = $m;
         match (m.rnd.unwrap_or(Rnd::Rn), m.ftz, m.sat) {
             (Rnd::Rn, false, false) => f2!(|a: f32, b: f32| canon32($fast(a, b))),
-            (Rnd::Rn, true, false) => f2!(|a: f32, b: f32| canon32(ftz($fast(ftz(a), ftz(b))))),
+            (Rnd::Rn, true, false) => flushing,
             (Rnd::Rn, false, true) => slow::<0, false, true>,
             (Rnd::Rn, true, true) => slow::<0, true, true>,
             (Rnd::Rz, false, false) => slow::<1, false, false>,
@@ -314,6 +325,25 @@ fn sub32(mode: Rnd, a: f32, b: f32) -> f32 {
     num::add32(mode, a, -b)
 }
 
+/// The `.ftz` operations to nearest, one value at a time.
+fn add_ftz(a: f32, b: f32) -> f32 {
+    let (a, b) = (ftz(a), ftz(b));
+    canon32(ftz_result(Rnd::Rn, a + b, || num::sum_odd(f64::from(a), f64::from(b))))
+}
+fn mul_ftz(a: f32, b: f32) -> f32 {
+    let (a, b) = (ftz(a), ftz(b));
+    canon32(ftz_result(Rnd::Rn, a * b, || f64::from(a) * f64::from(b)))
+}
+fn div_ftz(a: f32, b: f32) -> f32 {
+    let (a, b) = (ftz(a), ftz(b));
+    // No quotient of f32 is so close to a rounding border that f64 would hide the side.
+    canon32(ftz_result(Rnd::Rn, a / b, || f64::from(a) / f64::from(b)))
+}
+fn mul_add_ftz(a: f32, b: f32, c: f32) -> f32 {
+    let (a, b, c) = (ftz(a), ftz(b), ftz(c));
+    canon32(ftz_result(Rnd::Rn, a.mul_add(b, c), || num::fma_odd(f64::from(a), f64::from(b), f64::from(c))))
+}
+
 fn fma_plain(x: &Lanes, y: &Lanes, z: &Lanes, o: &mut Lanes) {
     lanes_fma(x, y, z, o, false);
 }
@@ -327,13 +357,14 @@ fn lanes_fma(x: &Lanes, y: &Lanes, z: &Lanes, o: &mut Lanes, flush: bool) {
     #[cfg(target_arch = "x86_64")]
     if crate::simd::has_fma() {
         // SAFETY: the CPU has FMA and AVX2.
-        unsafe { crate::simd::fma_lanes(x, y, z, o, flush) };
+        if unsafe { crate::simd::fma_lanes(x, y, z, o, flush) } {
+            fma_slow::<0, true, false>(x, y, z, o);
+        }
         return;
     }
     for i in 0..32 {
         let (a, b, c) = (f32::get(x[i]), f32::get(y[i]), f32::get(z[i]));
-        let r = if flush { ftz(ftz(a).mul_add(ftz(b), ftz(c))) } else { a.mul_add(b, c) };
-        o[i] = canon32(r).put();
+        o[i] = if flush { mul_add_ftz(a, b, c) } else { canon32(a.mul_add(b, c)) }.put();
     }
 }
 
@@ -345,7 +376,7 @@ fn fma_slow<const R: u8, const FTZ: bool, const SAT: bool>(x: &Lanes, y: &Lanes,
         }
         let mut r = num::fma32(mode_of(R), a, b, c);
         if FTZ {
-            r = ftz(r);
+            r = ftz_result(mode_of(R), r, || num::fma_odd(f64::from(a), f64::from(b), f64::from(c)));
         }
         o[i] = if SAT { sat32(r) } else { r }.put();
     }
@@ -440,8 +471,8 @@ macro_rules! small_ops {
                     three!(|a, b, c| small_finish::<T>(num::fma_odd(a.wide(), b.wide(), c.wide()), true, false))
                 }
                 "fma" => three!(|a, b, c| small_finish::<T>(num::fma_odd(a.wide(), b.wide(), c.wide()), false, false)),
-                "neg" => one!(|a| <T as Small>::from(a.bits() ^ 0x8000)),
-                "abs" => one!(|a| <T as Small>::from(a.bits() & 0x7fff)),
+                "neg" => one!(|a| small_canon::<T>(a, a.bits() ^ 0x8000)),
+                "abs" => one!(|a| small_canon::<T>(a, a.bits() & 0x7fff)),
                 "ex2" => one!(|a| small_finish::<T>(a.wide().exp2(), false, false)),
                 "tanh" => one!(|a| small_finish::<T>(a.wide().tanh(), false, false)),
                 "max" if m.nan => two!(|a, b| small_minmax::<T, true, true>(a, b)),
@@ -455,6 +486,11 @@ macro_rules! small_ops {
 }
 small_ops!(f16_op, H);
 small_ops!(bf16_op, B);
+
+/// `bits`, or the hardware's NaN where `a` is one: sign changes are arithmetic, too.
+fn small_canon<T: Small>(a: T, bits: u16) -> T {
+    T::from(if a.wide().is_nan() { 0x7fff } else { bits })
+}
 
 fn small_minmax<T: Small, const MAX: bool, const NAN: bool>(a: T, b: T) -> T {
     let (x, y) = (a.wide(), b.wide());
@@ -502,6 +538,9 @@ fn min32_nan(a: f32, b: f32) -> f32 {
 }
 
 fn xorsign_abs(max: bool, a: f32, b: f32) -> f32 {
+    if a.is_nan() && b.is_nan() {
+        return f32::from_bits(num::NAN32);
+    }
     let s = (a.to_bits() ^ b.to_bits()) & 0x8000_0000;
     let r = if max { max32(a.abs(), b.abs()) } else { min32(a.abs(), b.abs()) };
     f32::from_bits(r.to_bits() | s)
@@ -594,17 +633,16 @@ fn float1(op: &str, m: Mods) -> Option<F1> {
         };
     }
     Some(match op {
-        "neg" if m.ftz => f1!(|a: f32| f32::from_bits(ftz(a).to_bits() ^ 0x8000_0000)),
-        "neg" => f1!(|a: f32| f32::from_bits(a.to_bits() ^ 0x8000_0000)),
-        "abs" if m.ftz => f1!(|a: f32| f32::from_bits(ftz(a).to_bits() & 0x7fff_ffff)),
-        "abs" => f1!(|a: f32| f32::from_bits(a.to_bits() & 0x7fff_ffff)),
+        // Sign changes are additions of a negated or absolute operand, so a NaN becomes the canonical one.
+        "neg" => approx!(|a| -a),
+        "abs" => approx!(|a| a.abs()),
         "ex2" => approx!(|a| ex2(a)),
         "lg2" => approx!(|a| f64::from(a).log2() as f32),
         "rcp" => approx!(|a| 1.0f32 / a),
         "sqrt" => approx!(|a| a.sqrt()),
         "rsqrt" => approx!(|a| (1.0 / f64::from(a).sqrt()) as f32),
-        "sin" => approx!(|a| f64::from(a).sin() as f32),
-        "cos" => approx!(|a| f64::from(a).cos() as f32),
+        "sin" => approx!(|a| num::sin_approx(a)),
+        "cos" => approx!(|a| num::cos_approx(a)),
         "tanh" => approx!(|a| f64::from(a).tanh() as f32),
         _ => return None,
     })
@@ -737,7 +775,7 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
             "min" => A2(ints!(|a, b| a.min(b))),
             "max" => A2(ints!(|a, b| a.max(b))),
             "div" => A2(ints!(|a, b| if b == 0 { !0 } else { a.wrapping_div(b) })),
-            "rem" => A2(ints!(|a, b| if b == 0 { a } else { a.wrapping_rem(b) })),
+            "rem" => A2(ints!(|a, b| if b == 0 { !0 } else { a.wrapping_rem(b) })),
             "abs" => A1(match ty.bits {
                 16 => f1!(|a: i16| a.wrapping_abs()),
                 32 => f1!(|a: i32| a.wrapping_abs()),
@@ -815,21 +853,12 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
                     canon32(a.0.mul_add(b.0, c.0)),
                     canon32(a.1.mul_add(b.1, c.1))
                 ))),
-                ("add", true) => A2(f2!(|a: X2<f32>, b: X2<f32>| X2(
-                    canon32(ftz(ftz(a.0) + ftz(b.0))),
-                    canon32(ftz(ftz(a.1) + ftz(b.1)))
-                ))),
-                ("sub", true) => A2(f2!(|a: X2<f32>, b: X2<f32>| X2(
-                    canon32(ftz(ftz(a.0) - ftz(b.0))),
-                    canon32(ftz(ftz(a.1) - ftz(b.1)))
-                ))),
-                ("mul", true) => A2(f2!(|a: X2<f32>, b: X2<f32>| X2(
-                    canon32(ftz(ftz(a.0) * ftz(b.0))),
-                    canon32(ftz(ftz(a.1) * ftz(b.1)))
-                ))),
+                ("add", true) => A2(f2!(|a: X2<f32>, b: X2<f32>| X2(add_ftz(a.0, b.0), add_ftz(a.1, b.1)))),
+                ("sub", true) => A2(f2!(|a: X2<f32>, b: X2<f32>| X2(add_ftz(a.0, -b.0), add_ftz(a.1, -b.1)))),
+                ("mul", true) => A2(f2!(|a: X2<f32>, b: X2<f32>| X2(mul_ftz(a.0, b.0), mul_ftz(a.1, b.1)))),
                 ("fma", true) => A3(f3!(|a: X2<f32>, b: X2<f32>, c: X2<f32>| X2(
-                    canon32(ftz(ftz(a.0).mul_add(ftz(b.0), ftz(c.0)))),
-                    canon32(ftz(ftz(a.1).mul_add(ftz(b.1), ftz(c.1))))
+                    mul_add_ftz(a.0, b.0, c.0),
+                    mul_add_ftz(a.1, b.1, c.1)
                 ))),
                 _ => return None,
             })
@@ -864,15 +893,18 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
         return exact.then_some(A1(f));
     }
     Some(match op {
-        "add" => A2(f32_bin!(m, add_f, num::add32)),
-        "sub" => A2(f32_bin!(m, sub_f, sub32)),
-        "mul" => A2(f32_bin!(m, mul_f, num::mul32)),
+        "add" => A2(f32_bin!(m, add_f, num::add32, num::sum_odd)),
+        "sub" => A2(f32_bin!(m, sub_f, sub32, |a: f64, b: f64| num::sum_odd(a, -b))),
+        "mul" => A2(f32_bin!(m, mul_f, num::mul32, |a: f64, b: f64| a * b)),
         "fma" | "mad" => A3(fma_f32(m)),
-        "div" if m.approx || m.full || matches!(m.rnd, Some(Rnd::Rn)) => A2(if m.ftz {
-            f2!(|a: f32, b: f32| canon32(ftz(ftz(a) / ftz(b))))
+        "div" if m.approx => A2(if m.ftz {
+            f2!(|a: f32, b: f32| canon32(ftz(num::div_approx(ftz(a), ftz(b)))))
         } else {
-            f2!(|a: f32, b: f32| canon32(a / b))
+            f2!(|a: f32, b: f32| canon32(num::div_approx(a, b)))
         }),
+        "div" if m.full || matches!(m.rnd, Some(Rnd::Rn)) => {
+            A2(if m.ftz { f2!(|a: f32, b: f32| div_ftz(a, b)) } else { f2!(|a: f32, b: f32| canon32(a / b)) })
+        }
         "copysign" => A2(f2!(|a: f32, b: f32| b.copysign(a))),
         "max" | "min" if m.xorsign && m.abs => A2(if op == "max" {
             f2!(|a: f32, b: f32| xorsign_abs(true, a, b))
@@ -1102,6 +1134,18 @@ impl Cvt {
 
     /// Converts one value.
     pub fn apply(&self, v: u64) -> u64 {
+        // These move bits: only arithmetic replaces a NaN by the canonical one.
+        match (self.from.kind, self.from.bits, self.to.kind, self.to.bits) {
+            (TyKind::Bf16, _, TyKind::Float, 32) if !self.sat => {
+                let x = num::bf16_to_f32(v as u16);
+                return if self.ftz { ftz(x) } else { x }.put();
+            }
+            (TyKind::Float, 32, TyKind::Tf32, _) => {
+                let r = num::f32_to_tf32(f32::get(v), self.rnd.unwrap_or(Rnd::Rna));
+                return u64::from(if self.relu && r >> 31 == 1 && r & 0x7fff_ffff <= 0x7f80_0000 { 0 } else { r });
+            }
+            _ => {}
+        }
         if self.from.is_float() {
             let x = match (self.from.kind, self.from.bits) {
                 (TyKind::Bf16, _) => f64::from(num::bf16_to_f32(v as u16)),
@@ -1151,14 +1195,11 @@ impl Cvt {
         let x = if self.to_int { round_int(x, self.rnd.unwrap_or(Rnd::Rz)) } else { x };
         match (self.to.kind, self.to.bits) {
             (TyKind::Float, 64) => x.put(),
-            (TyKind::Tf32, _) => {
-                let r = num::f32_to_tf32(x as f32, self.rnd.unwrap_or(Rnd::Rna));
-                u64::from(if self.relu && r >> 31 == 1 && r & 0x7fff_ffff <= 0x7f80_0000 { 0 } else { r })
-            }
             (TyKind::Float, 32) => {
-                let mut r = f32::from_bits(num::round_to(num::F32, self.rnd.unwrap_or(Rnd::Rn), x));
+                let mode = self.rnd.unwrap_or(Rnd::Rn);
+                let mut r = f32::from_bits(num::round_to(num::F32, mode, x));
                 if self.ftz {
-                    r = ftz(r);
+                    r = ftz_result(mode, r, || x);
                 }
                 if self.sat {
                     r = sat32(r);

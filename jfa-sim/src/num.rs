@@ -147,11 +147,10 @@ pub fn f32_to_bf16(x: f32) -> u16 {
 
 /// f32 rounded towards zero (or by another mode) to TensorFloat-32, kept in 32 bits.
 pub fn f32_to_tf32(x: f32, mode: Rnd) -> u32 {
-    if x.is_nan() {
-        return NAN32;
-    }
     let b = x.to_bits();
     match mode {
+        // The payload of a NaN is cut as it is, without rounding.
+        _ if x.is_nan() => b & 0xffff_e000,
         Rnd::Rna => (b & 0x8000_0000) | (((b & 0x7fff_ffff) + 0x1000) & 0x7fff_e000),
         Rnd::Rn => (b & 0x8000_0000) | (((b & 0x7fff_ffff) + 0xfff + ((b >> 13) & 1)) & 0x7fff_e000),
         _ => b & 0xffff_e000,
@@ -161,13 +160,81 @@ pub fn f32_to_tf32(x: f32, mode: Rnd) -> u32 {
 /// Replaces a NaN by the hardware's.
 #[inline]
 pub fn canon32(x: f32) -> f32 {
-    if x.is_nan() { f32::from_bits(NAN32) } else { x }
+    // On the bits: the compiler may take any NaN for as good as another, so a float comparison need not survive it.
+    if x.to_bits() & 0x7fff_ffff > 0x7f80_0000 { f32::from_bits(NAN32) } else { x }
 }
 
 /// Subnormals become zero of the same sign.
 #[inline]
 pub fn ftz(x: f32) -> f32 {
     if x.to_bits() & 0x7f80_0000 == 0 { f32::from_bits(x.to_bits() & 0x8000_0000) } else { x }
+}
+
+/// Whether `x` is the smallest normal number of either sign, the one result that may have been rounded up from below
+/// the normal range.
+#[inline]
+pub fn least_normal(x: f32) -> bool {
+    x.to_bits() & 0x7fff_ffff == 0x0080_0000
+}
+
+/// Result of an operation with `.ftz`: `r` is the result rounded by `mode`, `exact` gives the one before (exact or
+/// rounded to odd). What lies below the normal range becomes zero of the same sign; that is decided on 24 bits with
+/// an unbounded exponent, so a result that only the coarser steps of subnormals would round up to a normal number is
+/// still zero.
+#[inline]
+pub fn ftz_result(mode: Rnd, r: f32, exact: impl FnOnce() -> f64) -> f32 {
+    if least_normal(r) {
+        // 64 binades higher nothing is subnormal.
+        let scaled = round_to(F32, mode, exact() * 2f64.powi(64));
+        if scaled & 0x7fff_ffff < 0x0080_0000 + (64 << 23) {
+            return 0f32.copysign(r);
+        }
+    }
+    ftz(r)
+}
+
+/// Quadrant and angle within it, as the special function unit sees `|x|` radians: turns are `|x| / 2 pi` in f32 rounded
+/// towards zero, of which 25 bits after the point count.
+fn quadrant(x: f32) -> (u32, f64) {
+    let turns = mul32(Rnd::Rz, x.abs(), std::f32::consts::FRAC_1_PI / 2.0);
+    let steps = (f64::from(turns) * 2f64.powi(25)).trunc() % 2f64.powi(25);
+    if steps.is_nan() {
+        return (0, f64::NAN);
+    }
+    let steps = steps as u32;
+    (steps >> 23, f64::from(steps & 0x7f_ffff) * (std::f64::consts::TAU / 2f64.powi(25)))
+}
+
+/// `sin.approx` but for the unit's interpolation error.
+pub fn sin_approx(x: f32) -> f32 {
+    let r = match quadrant(x) {
+        (0, a) => a.sin(),
+        (1, a) => a.cos(),
+        (2, a) => -a.sin(),
+        (_, a) => -a.cos(),
+    };
+    (if x.is_sign_negative() { -r } else { r }) as f32
+}
+
+/// `cos.approx` but for the unit's interpolation error.
+pub fn cos_approx(x: f32) -> f32 {
+    let r = match quadrant(x) {
+        (0, a) => a.cos(),
+        (1, a) => -a.sin(),
+        (2, a) => -a.cos(),
+        (_, a) => a.sin(),
+    };
+    r as f32
+}
+
+/// `div.approx`: the product with an approximate reciprocal that is zero where it would be subnormal; subnormal
+/// divisors are scaled.
+pub fn div_approx(a: f32, b: f32) -> f32 {
+    if b.is_subnormal() {
+        let scale = 16_777_216.0;
+        return a * scale * ftz(1.0 / (b * scale));
+    }
+    a * ftz(1.0 / b)
 }
 
 /// `a + b` in f64 rounded to odd, so that a later rounding to at most 50 bits is correct.
@@ -279,5 +346,20 @@ mod tests {
         assert_eq!(f32_to_tf32(f32::from_bits(0x3f80_1000), Rnd::Rna), 0x3f80_2000);
         assert_eq!(f32_to_tf32(f32::from_bits(0x3f80_1000), Rnd::Rn), 0x3f80_0000);
         assert_eq!(f32_to_tf32(f32::from_bits(0x3f80_1fff), Rnd::Rz), 0x3f80_0000);
+        assert_eq!(f32_to_tf32(f32::from_bits(0xffff_ffbb), Rnd::Rna), 0xffff_e000);
+    }
+
+    #[test]
+    fn flushing_is_decided_before_subnormal_rounding() {
+        let least = f32::MIN_POSITIVE;
+        let just_below = |e: i32| move || 2f64.powi(-126) * (1.0 - 2f64.powi(-e));
+        // 24 bits hold the first; the second lies half way and goes to the even number above; the third is nearer to it.
+        assert_eq!(ftz_result(Rnd::Rn, least, just_below(24)).to_bits(), 0);
+        assert_eq!(ftz_result(Rnd::Rn, least, just_below(25)), least);
+        assert_eq!(ftz_result(Rnd::Rn, least, just_below(26)), least);
+        assert_eq!(ftz_result(Rnd::Rp, least, just_below(24)).to_bits(), 0);
+        assert_eq!(ftz_result(Rnd::Rp, least, just_below(26)), least);
+        assert_eq!(ftz_result(Rnd::Rn, -least, || -2f64.powi(-126) * (1.0 - 2f64.powi(-24))).to_bits(), 0x8000_0000);
+        assert_eq!(ftz_result(Rnd::Rn, least, || 2f64.powi(-126)), least);
     }
 }

@@ -21,19 +21,28 @@ pub(crate) fn has_fma() -> bool {
     }
 }
 
-/// `x * y + z` per lane.
+/// `x * y + z` per lane. Returns whether `flush` met a result on the border of the normal range, which takes the exact
+/// path to decide; then `o` is not final.
 ///
 /// # Safety
 /// The CPU must have AVX2 and FMA (see [`has_fma`]).
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-pub(crate) unsafe fn fma_lanes(x: &Lanes, y: &Lanes, z: &Lanes, o: &mut Lanes, flush: bool) {
-    use crate::num::{canon32, ftz};
+pub(crate) unsafe fn fma_lanes(x: &Lanes, y: &Lanes, z: &Lanes, o: &mut Lanes, flush: bool) -> bool {
+    use crate::num::{canon32, ftz, least_normal};
+    let mut border = false;
     for i in 0..32 {
         let (a, b, c) = (f32::from_bits(x[i] as u32), f32::from_bits(y[i] as u32), f32::from_bits(z[i] as u32));
-        let r = if flush { ftz(ftz(a).mul_add(ftz(b), ftz(c))) } else { a.mul_add(b, c) };
+        let r = if flush {
+            let r = ftz(a).mul_add(ftz(b), ftz(c));
+            border |= least_normal(r);
+            ftz(r)
+        } else {
+            a.mul_add(b, c)
+        };
         o[i] = u64::from(canon32(r).to_bits());
     }
+    border
 }
 
 /// `d[n] += sum_k a[k] * b[k][n]`, `k` in order, fused; `b` has rows of `n` floats.

@@ -1,0 +1,104 @@
+//! Results of single instructions on an H200 (`h200.txt`): exact ones bit by bit, approximate ones within what was measured.
+
+mod common;
+
+use common::{clean, poisoned, shape, words};
+use jfa_sim::{Arch, Config, Machine, Module};
+use std::fmt::Write;
+
+struct Case {
+    text: &'static str,
+    /// a, b, c and the GPU's result.
+    rows: Vec<[u32; 4]>,
+}
+
+fn cases() -> Vec<Case> {
+    let mut out: Vec<Case> = vec![];
+    for line in include_str!("h200.txt").lines().filter(|l| !l.starts_with('#')) {
+        if let Some(text) = line.strip_prefix("= ") {
+            out.push(Case { text, rows: vec![] });
+        } else {
+            let mut row = [0; 4];
+            let mut words = line.split(' ');
+            for w in &mut row {
+                *w = u32::from_str_radix(words.next().expect("four words a line"), 16).expect("hexadecimal");
+            }
+            out.last_mut().expect("an instruction before its operands").rows.push(row);
+        }
+    }
+    out
+}
+
+/// Most units of the last place, or failing that most absolute difference, between simulator and GPU.
+fn tolerance(text: &str) -> Option<(u32, f64)> {
+    let op = text.split(['.', ' ']).next()?;
+    let approximate = text.contains(".approx.") || text.contains(".full.");
+    approximate.then(|| match op {
+        "rcp" | "rsqrt" | "sqrt" => (1, 0.0),
+        "ex2" | "div" => (2, 0.0),
+        // The hardware interpolates with a fixed point, so what counts near a zero is the absolute error.
+        "lg2" => (4, 2f64.powi(-22)),
+        "sin" | "cos" => (10, 2f64.powf(-21.5)),
+        "tanh" => (117, 0.0),
+        _ => panic!("no bound for {text}"),
+    })
+}
+
+/// One kernel a case, over as many threads as it has rows; operands are interleaved.
+fn ptx(cases: &[Case]) -> String {
+    let mut out = ".version 8.4\n.target sm_90a\n.address_size 64\n".to_owned();
+    for (k, case) in cases.iter().enumerate() {
+        write!(
+            out,
+            ".visible .entry case{k}(.param .u64 x, .param .u64 y) {{
+             .reg .b32 a, b, c, d, t; .reg .b16 ah; .reg .b64 r<4>;
+             ld.param.u64 r1, [x]; ld.param.u64 r2, [y];
+             mov.u32 t, %tid.x;
+             mul.wide.u32 r3, t, 12; add.s64 r1, r1, r3;
+             mul.wide.u32 r3, t, 4; add.s64 r2, r2, r3;
+             ld.global.b32 a, [r1]; ld.global.b32 b, [r1+4]; ld.global.b32 c, [r1+8];
+             cvt.u16.u32 ah, a;
+             {};
+             st.global.b32 [r2], d; ret; }}\n",
+            case.text
+        )
+        .unwrap();
+    }
+    out
+}
+
+fn ulps(a: u32, b: u32) -> Option<u32> {
+    let ordered = |x: u32| if x >> 31 == 1 { -i64::from(x & 0x7fff_ffff) } else { i64::from(x) };
+    let finite = |x: u32| f32::from_bits(x).is_finite();
+    (a == b || (finite(a) && finite(b))).then(|| u32::try_from((ordered(a) - ordered(b)).abs()).unwrap())
+}
+
+#[test]
+fn single_instructions_agree_with_an_h200() {
+    let cases = cases();
+    assert!(cases.len() >= 28, "{} cases", cases.len());
+    let mut m = Machine::new(Arch::Sm90, Config { threads: 1, ..Config::default() });
+    let p = m.load(&Module::parse(&ptx(&cases)).unwrap()).unwrap();
+    let mut wrong = String::new();
+    for (k, case) in cases.iter().enumerate() {
+        let n = case.rows.len();
+        assert!(n >= 2, "{}", case.text);
+        let x = m.alloc(n * 12);
+        let bytes: Vec<u8> = case.rows.iter().flat_map(|r| r[..3].iter().flat_map(|v| v.to_le_bytes())).collect();
+        m.write(x, &bytes).unwrap();
+        let y = poisoned(&mut m, n * 4);
+        clean(&m.launch(&p, &format!("case{k}"), shape([1; 3], n as u32, 1, 0), &[x.into(), y.into()]).unwrap());
+        for (&[a, b, c, want], got) in case.rows.iter().zip(words(&m, y, n)) {
+            let apart = (f64::from(f32::from_bits(got)) - f64::from(f32::from_bits(want))).abs();
+            let good = match tolerance(case.text) {
+                None => got == want,
+                Some((most, absolute)) => ulps(got, want).is_some_and(|u| u <= most || apart <= absolute),
+            };
+            if !good {
+                writeln!(wrong, "{}: a={a:08x} b={b:08x} c={c:08x} gives {got:08x}, H200 {want:08x}", case.text)
+                    .unwrap();
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "\n{wrong}");
+}
