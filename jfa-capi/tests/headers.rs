@@ -1,6 +1,6 @@
 //! The committed headers are what cbindgen makes of the crate.
 //!
-//! `JFA_BLESS=1 cargo test -p jfa-capi --test headers` writes them anew.
+//! `BLESS_HEADERS=1 cargo test -p jfa-capi --test headers` writes them anew.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -138,7 +138,7 @@ fn jfa_backend_h() -> String {
 
 fn compare(name: &str, generated: &str) {
     let path = root().join("../include").join(name);
-    if std::env::var_os("JFA_BLESS").is_some() {
+    if std::env::var_os("BLESS_HEADERS").is_some() {
         std::fs::write(&path, generated).expect("include/ is writable");
     }
     let committed = std::fs::read_to_string(&path).unwrap_or_default();
@@ -146,7 +146,7 @@ fn compare(name: &str, generated: &str) {
     let line = difference.unwrap_or(committed.lines().count().min(generated.lines().count()));
     assert!(
         committed == generated,
-        "include/{name} differs from the crate at line {}:\n  committed: {:?}\n  generated: {:?}\nJFA_BLESS=1 writes it",
+        "include/{name} differs from the crate at line {}:\n  committed: {:?}\n  generated: {:?}\nBLESS_HEADERS=1 writes it",
         line + 1,
         committed.lines().nth(line),
         generated.lines().nth(line)

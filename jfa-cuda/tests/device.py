@@ -363,7 +363,7 @@ def shapes():
     tail = numpy.clip(numpy.round(700 * numpy.exp(1.2 * numpy.random.default_rng(0).standard_normal(256))), 200, 16384).astype(int).tolist()
     yield "tail-full", lambda: Problem(tail, tail, 4)
     yield "tail-causal", lambda: Problem(tail, tail, 4, causal=True)
-    root = os.environ.get("JFA_LENGTHS", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../workloads/lengths"))
+    root = os.environ.get("LENGTHS", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../workloads/lengths"))
     read = lambda n: [int(x) for x in open(os.path.join(root, n)) if x.strip()]
     yield "movielens", lambda: Problem(*(2 * [read("movielens-100k-user-history.txt")]), 4)
     conversation = lambda **kw: Problem(*(2 * [read("azure-llm-2023-conversation.txt")[:2048]]), 4, **kw)

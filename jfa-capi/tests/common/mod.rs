@@ -101,9 +101,9 @@ pub fn naive() -> &'static Path {
 /// Flags for programs that check themselves while they run.
 pub const SANITIZE: &[&str] = &["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"];
 
-/// A Python with NumPy (`JFA_PYTHON`, else `python3`), or a line that says what was skipped.
+/// A Python with NumPy (`TEST_PYTHON`, else `python3`), or a line that says what was skipped.
 pub fn python_with_numpy() -> Option<String> {
-    let python = std::env::var("JFA_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let python = std::env::var("TEST_PYTHON").unwrap_or_else(|_| "python3".to_owned());
     let found = Command::new(&python).args(["-c", "import numpy"]).output().is_ok_and(|o| o.status.success());
     if !found {
         skipped("numpy not installed");
