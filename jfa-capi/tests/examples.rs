@@ -59,6 +59,9 @@ fn python_by_ctypes() {
 fn rust_by_embedding() {
     let mut command = Command::new(env!("CARGO"));
     command.current_dir(root()).args(["run", "--quiet", "--offline", "-p", "jfa-capi", "--example", "attention"]);
+    // In a folder of its own: a library that is also a cdylib has one file name whatever it was compiled with, so building it
+    // here for one package would replace the one that the rest of a `cargo test --workspace` links.
+    command.env("CARGO_TARGET_DIR", std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("example"));
     if !cfg!(debug_assertions) {
         command.arg("--release");
     }
