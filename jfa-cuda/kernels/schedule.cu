@@ -96,7 +96,7 @@ __device__ long long forward_work(const JfaScheduleParams& p, const JfaSequence&
 
 // Calls visit(bin, units): the bin of a sequence's heaviest unit and how many units it has. They stay neighbours in the list, so
 // that the CTAs which work on them at the same time find their keys and values in the L2 (sorting single units by work read
-// them twice from memory: 435 us instead of 300 for 1,152 sequences of 256).
+// them twice from memory: an L2 hit rate of 19 % for 1,152 sequences of 256).
 template <class Visit>
 __device__ void forward_units(const JfaScheduleParams& p, const JfaSequence& s, Visit visit) {
     const int units = (s.q_len + p.forward_rows - 1) / p.forward_rows;
