@@ -19,18 +19,26 @@ pub fn registry() -> Registry {
 /// `sim:cuda:sm_90a`, or the same with a variant of the backend behind it: the CUDA kernels on the simulator.
 #[cfg(feature = "sim")]
 fn simulated(variant: Option<&str>) -> jfa_core::Result<Arc<dyn AttentionBackend>> {
+    Ok(simulator(variant.unwrap_or(""), jfa_sim::Config::default().sms)?.1)
+}
+
+/// A simulated device with that many multiprocessors and the backend on it: `cuda:sm_90a` or `cuda:sm_100a[:VARIANT]`.
+///
+/// # Errors
+/// An unknown name or variant.
+#[cfg(feature = "sim")]
+pub fn simulator(name: &str, sms: u32) -> jfa_core::Result<(Arc<jfa_sim::gpu::SimGpu>, Arc<dyn AttentionBackend>)> {
     use jfa_sim::gpu::SimGpu;
     use jfa_sim::{Arch, Config};
 
     let unknown = || {
-        let given = variant.unwrap_or("");
         jfa_core::Error::invalid(
             "variant",
-            given,
+            name,
             "a simulated backend is sim:cuda:sm_90a or sim:cuda:sm_100a[:VARIANT]",
         )
     };
-    let mut parts = variant.unwrap_or("").splitn(3, ':');
+    let mut parts = name.splitn(3, ':');
     if parts.next() != Some("cuda") {
         return Err(unknown());
     }
@@ -39,10 +47,10 @@ fn simulated(variant: Option<&str>) -> jfa_core::Result<Arc<dyn AttentionBackend
         Some("sm_100a") => Arch::Sm100,
         _ => return Err(unknown()),
     };
-    let gpu = Arc::new(SimGpu::new(arch, Config::default()));
-    let name = format!("sim:cuda:{}", if arch == Arch::Sm90 { "sm_90a" } else { "sm_100a" });
-    let backend = jfa_cuda::CudaBackend::new(gpu, jfa_cuda::BUNDLES, &name, parts.next(), Some(false))?;
-    Ok(Arc::new(backend))
+    let gpu = Arc::new(SimGpu::new(arch, Config { sms, ..Config::default() }));
+    let full = format!("sim:cuda:{}", if arch == Arch::Sm90 { "sm_90a" } else { "sm_100a" });
+    let backend = jfa_cuda::CudaBackend::new(gpu.clone(), jfa_cuda::BUNDLES, &full, parts.next(), Some(false))?;
+    Ok((gpu, Arc::new(backend)))
 }
 
 /// One backend: by name, variant (`cpu:4`) or path, or what `JFA_BACKEND` and `auto` choose.

@@ -5,7 +5,7 @@ use super::warp::{State, Warp};
 use super::{Cluster, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW};
 use crate::alu::{self, Lanes};
 use crate::findings::Kind;
-use crate::ir::{Addr, Bool, Class, Dst, Inst, NONE, Op, SReg, ShflMode, Src, VoteMode};
+use crate::ir::{Addr, Bool, Class, Dst, Inst, NONE, Op, SReg, ShflMode, Src, Tcgen, VoteMode};
 use crate::ptx::Space;
 use crate::tensor_map::TensorMap;
 use std::sync::atomic::Ordering;
@@ -215,6 +215,7 @@ impl<'a> Cluster<'a> {
         let (mut from, mut reg) = (0, NONE);
         let stored_only = |r: u32| match &inst.op {
             Op::St { addr, .. } => !matches!(addr.base, Src::Reg(x) if x == r),
+            Op::Tcgen(Tcgen::St { addr, .. }) => !matches!(addr.base, Src::Reg(x) if x == r),
             _ => false,
         };
         for &u in &k.uses[a..b] {

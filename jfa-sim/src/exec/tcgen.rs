@@ -34,7 +34,8 @@ const BAND: usize = 16;
 struct Cell {
     w_slot: u32,
     w_clock: u32,
-    written: bool,
+    /// Lanes of the band that hold something.
+    written: u16,
     readers: Vec<(u32, u32)>,
 }
 
@@ -393,9 +394,10 @@ impl Cluster<'_> {
         for &b in bands {
             for c in &mut tm.shadow[b * COLUMNS + col..b * COLUMNS + col + n] {
                 if wrong.is_none() {
-                    if !write && !c.written {
+                    // What a thread loads is followed through its registers instead.
+                    if !write && c.written != u16::MAX && mine != NONE {
                         wrong = Some((format!("{what} of tensor memory that nothing wrote"), Kind::Uninitialised));
-                    } else if c.written && c.w_slot != mine && c.w_slot != slot {
+                    } else if c.written != 0 && c.w_slot != mine && c.w_slot != slot {
                         if w.know.all.get(c.w_slot) < c.w_clock {
                             wrong = Some((
                                 format!(
@@ -425,7 +427,7 @@ impl Cluster<'_> {
                     }
                 }
                 if write {
-                    (c.w_slot, c.w_clock, c.written) = (slot, clock, true);
+                    (c.w_slot, c.w_clock, c.written) = (slot, clock, u16::MAX);
                     c.readers.clear();
                 } else {
                     match c.readers.iter_mut().find(|r| r.0 == slot) {
@@ -679,7 +681,14 @@ impl Cluster<'_> {
     }
 
     /// Checks the lanes of a load or store; the first lane, or `None` if the address is unusable.
-    fn tmem_lanes(&mut self, w: &Warp, shape: TmemShape, addr: u32, cols: usize, what: &str) -> Option<(usize, usize)> {
+    fn tmem_lanes(
+        &mut self,
+        w: &Warp,
+        shape: TmemShape,
+        addr: u32,
+        parts: &[(usize, usize)],
+        what: &str,
+    ) -> Option<(usize, usize)> {
         let (lane, col) = ((addr >> 16) as usize, (addr & 0xffff) as usize);
         let base = 32 * (w.id as usize % 4);
         let ok = match shape {
@@ -696,25 +705,34 @@ impl Cluster<'_> {
             );
             return None;
         }
-        self.check_region(w, 0, w.cta, col, cols, what).then_some((lane, col))
+        parts.iter().all(|&(at, n)| self.check_region(w, 0, w.cta, col + at, n, what)).then_some((lane, col))
     }
 
     #[expect(clippy::too_many_arguments, reason = "the fields of the instruction")]
     fn tmem_load(&mut self, w: &mut Warp, shape: TmemShape, num: u8, pack: bool, d: &[Dst], addr: u32, half: u32) {
         let regs = d.len() * if pack { 2 } else { 1 };
-        let cols = columns_of(shape, usize::from(num) * if pack { 2 } else { 1 });
-        let Some((lane, col)) = self.tmem_lanes(w, shape, addr, cols, "tcgen05.ld") else { return };
+        let parts = column_parts(shape, usize::from(num) * if pack { 2 } else { 1 }, half as usize);
+        let Some((lane, col)) = self.tmem_lanes(w, shape, addr, &parts, "tcgen05.ld") else { return };
         w.tmem_load_seq += 1;
         let (slot, seq) = (self.tmem_load_slot(w.index), w.tmem_load_seq);
         let bands = bands_of(shape, lane);
-        self.touch_cells(w, 0, w.cta, &bands, col, cols, false, slot, seq, NONE, "tcgen05.ld");
-        let data = &self.ctas[w.cta].tmem.data;
+        for &(at, n) in &parts {
+            self.touch_cells(w, 0, w.cta, &bands, col + at, n, false, slot, seq, NONE, "tcgen05.ld");
+        }
+        let tm = &self.ctas[w.cta].tmem;
         let mut values = vec![[0u64; 32]; regs];
+        let mut undefined = vec![0u32; regs];
         for (i, v) in values.iter_mut().enumerate() {
             for (t, x) in v.iter_mut().enumerate() {
                 let (l, c) = place_of(shape, t, i, half as usize);
-                *x = u64::from(data[(lane + l) * COLUMNS + (col + c).min(COLUMNS - 1)]);
+                let (l, c) = (lane + l, (col + c).min(COLUMNS - 1));
+                *x = u64::from(tm.data[l * COLUMNS + c]);
+                let empty = tm.shadow[l / BAND * COLUMNS + c].written >> (l % BAND) & 1 == 0;
+                undefined[i] |= u32::from(empty && self.l.cfg.detect) << t;
             }
+        }
+        if undefined.iter().any(|u| *u != 0) {
+            w.undefined_from = Some((w.line, u64::from(addr)));
         }
         self.counters.tensor_memory += regs as u64 * 128;
         for (i, &r) in d.iter().enumerate() {
@@ -726,6 +744,7 @@ impl Cluster<'_> {
             w.set(r, u32::MAX, &v);
             if r != NONE {
                 w.busy[r as usize] |= 4;
+                w.undefined[r as usize] = if pack { undefined[2 * i] | undefined[2 * i + 1] } else { undefined[i] };
             }
         }
         w.tmem_loads += 1;
@@ -733,28 +752,38 @@ impl Cluster<'_> {
 
     #[expect(clippy::too_many_arguments, reason = "the fields of the instruction")]
     fn tmem_store(&mut self, w: &mut Warp, shape: TmemShape, num: u8, unpack: bool, v: &[Src], addr: u32, half: u32) {
-        let cols = columns_of(shape, usize::from(num) * if unpack { 2 } else { 1 });
-        let Some((lane, col)) = self.tmem_lanes(w, shape, addr, cols, "tcgen05.st") else { return };
+        let parts = column_parts(shape, usize::from(num) * if unpack { 2 } else { 1 }, half as usize);
+        let Some((lane, col)) = self.tmem_lanes(w, shape, addr, &parts, "tcgen05.st") else { return };
         w.tmem_store_seq += 1;
         let (slot, seq) = (self.tmem_store_slot(w.index), w.tmem_store_seq);
         let bands = bands_of(shape, lane);
-        self.touch_cells(w, 0, w.cta, &bands, col, cols, true, slot, seq, NONE, "tcgen05.st");
+        for &(at, n) in &parts {
+            self.touch_cells(w, 0, w.cta, &bands, col + at, n, true, slot, seq, NONE, "tcgen05.st");
+        }
         let mut x = [0u64; 32];
-        let mut values: Vec<Lanes> = vec![];
+        let mut values: Vec<(Lanes, u32)> = vec![];
         for s in v {
             self.fetch(w, *s, &mut x);
+            let undefined = match *s {
+                Src::Reg(r) if w.undefined_from.is_some() => w.undefined[r as usize],
+                _ => 0,
+            };
             if unpack {
-                values.push(x.map(|v| v & 0xffff));
-                values.push(x.map(|v| v >> 16 & 0xffff));
+                values.push((x.map(|v| v & 0xffff), undefined));
+                values.push((x.map(|v| v >> 16 & 0xffff), undefined));
             } else {
-                values.push(x);
+                values.push((x, undefined));
             }
         }
-        let data = &mut self.ctas[w.cta].tmem.data;
-        for (i, v) in values.iter().enumerate() {
+        let tm = &mut self.ctas[w.cta].tmem;
+        for (i, (v, undefined)) in values.iter().enumerate() {
             for (t, x) in v.iter().enumerate() {
                 let (l, c) = place_of(shape, t, i, half as usize);
-                data[(lane + l) * COLUMNS + (col + c).min(COLUMNS - 1)] = *x as u32;
+                let (l, c) = (lane + l, (col + c).min(COLUMNS - 1));
+                tm.data[l * COLUMNS + c] = *x as u32;
+                if undefined >> t & 1 == 1 {
+                    tm.shadow[l / BAND * COLUMNS + c].written &= !(1 << (l % BAND));
+                }
             }
         }
         self.counters.tensor_memory += values.len() as u64 * 128;
@@ -807,6 +836,12 @@ fn columns_of(shape: TmemShape, num: usize) -> usize {
         TmemShape::S16x128b => 4 * num,
         TmemShape::S16x256b => 8 * num,
     }
+}
+
+/// Column ranges of an access, relative to its address: first column and number.
+fn column_parts(shape: TmemShape, num: usize, half: usize) -> Vec<(usize, usize)> {
+    let first = (0, columns_of(shape, num));
+    if shape == TmemShape::S16x32bx2 { vec![first, (half, num)] } else { vec![first] }
 }
 
 fn bands_of(shape: TmemShape, lane: usize) -> Vec<usize> {
