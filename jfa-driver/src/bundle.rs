@@ -98,6 +98,16 @@ const fn one() -> u32 {
     1
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+const fn is_one(n: &u32) -> bool {
+    *n == 1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+const fn is_zero(n: &u32) -> bool {
+    *n == 0
+}
+
 /// One kernel parameter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameter {
@@ -112,6 +122,9 @@ pub struct Parameter {
     /// The box of a tensor map.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tile: Option<Tile>,
+    /// What the kernel was compiled to assume: a pointer or integer is a multiple of this. Checked at every launch.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub divisible: u32,
 }
 
 /// What a kernel was compiled to assume about one tensor, in bytes; the host checks it before a launch.
@@ -146,6 +159,9 @@ pub struct Resources {
     pub barriers: u32,
     /// Size of the machine code, in bytes.
     pub code_bytes: u32,
+    /// Columns of tensor memory a block allocates.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub tensor_memory_columns: u32,
 }
 
 /// Where an image stands among the decompressed images.
@@ -221,6 +237,10 @@ impl KernelInfo {
         for p in &self.parameters {
             if p.kind.bytes().is_some_and(|b| b != p.bytes) {
                 return fail(format!("parameter '{}' of kind {:?} has {} bytes", p.name, p.kind, p.bytes));
+            }
+            let integral = matches!(p.kind, ParameterKind::Pointer | ParameterKind::I32 | ParameterKind::I64);
+            if !p.divisible.is_power_of_two() || (p.divisible > 1 && !integral) {
+                return fail(format!("parameter '{}' of kind {:?} cannot be a multiple of {}", p.name, p.kind, p.divisible));
             }
             if p.bytes == 0 || p.offset < end {
                 return fail(format!("parameter '{}' ({} bytes at {}) overlaps another", p.name, p.bytes, p.offset));
@@ -469,8 +489,9 @@ mod tests {
                     bytes: 128,
                     offset: 0,
                     tile: Some(Tile { cols: 64, rows: 64, heads: 1 }),
+                    divisible: 1,
                 },
-                Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None },
+                Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None, divisible: 8 },
             ],
             threads: 384,
             shared_static: 0,
@@ -541,6 +562,8 @@ mod tests {
         refuse(&|k| k.cluster = [0, 1, 1], "cluster = [0, 1, 1]");
         refuse(&|k| k.parameters[0].bytes = 64, "parameter 'q' of kind TensorMap has 64 bytes");
         refuse(&|k| k.parameters[1].offset = 120, "parameter 'n' (4 bytes at 120) overlaps");
+        refuse(&|k| k.parameters[1].divisible = 12, "parameter 'n' of kind I32 cannot be a multiple of 12");
+        refuse(&|k| k.parameters[0].divisible = 16, "parameter 'q' of kind TensorMap cannot be a multiple of 16");
         refuse(&|k| k.promises[0].row_stride = 12, "row_stride = 12 is not a power of two");
         refuse(&|k| k.entry.clear(), "needs a name and an entry");
         let twice = write(vec![(kernel("a"), vec![1]), (kernel("a"), vec![2])]).unwrap_err().to_string();

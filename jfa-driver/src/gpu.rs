@@ -71,6 +71,21 @@ impl<'a> KernelArg<'a> {
     pub const fn bytes(&self) -> usize {
         self.bytes
     }
+
+    /// The value, where it has the size of an integer or an address.
+    ///
+    /// # Safety
+    /// The value has no padding.
+    pub(crate) unsafe fn integer(&self) -> Option<i64> {
+        // SAFETY: the value lives as long as this and has this size; all its bytes are initialised.
+        unsafe {
+            match self.bytes {
+                4 => Some(i64::from(self.data.cast::<i32>().read_unaligned())),
+                8 => Some(self.data.cast::<i64>().read_unaligned()),
+                _ => None,
+            }
+        }
+    }
 }
 
 /// What [`Gpu::enter`] did, to be undone by [`Gpu::leave`].

@@ -130,7 +130,8 @@ impl<'a> Kernel<'a> {
     /// The arguments mean what the kernel expects, and memory they point to stays valid until the stream has passed
     /// the launch.
     pub unsafe fn launch(&self, scope: &Scope, grid: [u32; 3], args: &[KernelArg]) -> Result<()> {
-        self.info.check_launch(grid, args)?;
+        // SAFETY: the arguments are what the parameters say: scalars where they are scalars.
+        unsafe { self.info.check_launch(grid, args)? };
         let shape = LaunchShape {
             grid,
             threads: self.info.threads,
@@ -144,7 +145,11 @@ impl<'a> Kernel<'a> {
 }
 
 impl KernelInfo {
-    fn check_launch(&self, grid: [u32; 3], args: &[KernelArg]) -> Result<()> {
+    /// Compares arguments with the parameters.
+    ///
+    /// # Safety
+    /// Arguments for integers and pointers have no padding.
+    unsafe fn check_launch(&self, grid: [u32; 3], args: &[KernelArg]) -> Result<()> {
         let fail = |reason: String| Err(DriverError::Launch { kernel: self.name.clone(), reason });
         if args.len() != self.parameters.len() {
             return fail(format!("{} arguments for {} parameters", args.len(), self.parameters.len()));
@@ -155,6 +160,16 @@ impl KernelInfo {
             }
             if p.kind == ParameterKind::TensorMap && !a.as_ptr().addr().is_multiple_of(64) {
                 return fail(format!("argument '{}' is not aligned to 64 bytes", p.name));
+            }
+            if p.divisible > 1 {
+                // SAFETY: forwarded; only integers and pointers have such a promise.
+                let value = unsafe { a.integer() }.unwrap_or_default();
+                if value % i64::from(p.divisible) != 0 {
+                    return fail(format!(
+                        "argument '{}' = {value} is not a multiple of {}, which the kernel was compiled for",
+                        p.name, p.divisible
+                    ));
+                }
             }
         }
         if grid.contains(&0) {

@@ -107,8 +107,8 @@ fn kernel(name: &str, cluster: [u32; 3]) -> KernelInfo {
         tags: BTreeMap::from([("kind".to_owned(), name.to_owned())]),
         constants: BTreeMap::new(),
         parameters: vec![
-            Parameter { name: "map".into(), kind: ParameterKind::TensorMap, bytes: 128, offset: 0, tile: None },
-            Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None },
+            Parameter { name: "map".into(), kind: ParameterKind::TensorMap, bytes: 128, offset: 0, tile: None, divisible: 1 },
+            Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None, divisible: 4 },
         ],
         threads: 384,
         shared_static: 16,
@@ -200,7 +200,7 @@ fn launches_follow_the_manifest() {
     let set = KernelSet::new(gpu.clone(), "test", &[bundle(ImageKind::Cubin, "sm_90a", 1)]).unwrap();
     let scope = Scope::enter(&*gpu, stream(0)).unwrap();
     let two = set.get(&scope, 1).unwrap();
-    let (map, n) = (TensorMap::UNUSED, 5i32);
+    let (map, n) = (TensorMap::UNUSED, 8i32);
     let args = [KernelArg::new(&map), KernelArg::new(&n)];
     // SAFETY: nothing runs.
     unsafe { two.launch(&scope, [4, 1, 1], &args) }.unwrap();
@@ -224,6 +224,9 @@ fn launches_follow_the_manifest() {
     refuse([3, 1, 1], &args, "grid[0] = 3 is not a multiple of the cluster's 2");
     refuse([0, 1, 1], &args, "grid [0, 1, 1] is empty");
     refuse([2, 1, 1], &args[..1], "1 arguments for 2 parameters");
+    let odd = 6i32;
+    let words = "argument 'n' = 6 is not a multiple of 4, which the kernel was compiled for";
+    refuse([2, 1, 1], &[KernelArg::new(&map), KernelArg::new(&odd)], words);
     let wide = 5i64;
     refuse([2, 1, 1], &[KernelArg::new(&map), KernelArg::new(&wide)], "argument 'n' has 8 bytes, the kernel expects 4");
     assert_eq!(gpu.launches.lock().unwrap().len(), 1, "nothing was launched by the refused calls");

@@ -13,12 +13,15 @@ use jfa_driver::{Arch, Bundle, KernelInfo, cubin};
 
 use crate::Places;
 use crate::rows::{Family, Row};
+use crate::sass::{self, WorkLoop};
 use crate::toolchain::{self, Compiled, Notes, Toolchain, Usage};
 
 /// A source states numbers for the launcher in `__constant__ unsigned` variables with this prefix.
 const CONSTANT_PREFIX: &str = "jfa_";
 /// The one among them that is its dynamic shared memory, in bytes.
 const SHARED_SYMBOL: &str = "jfa_dynamic_shared";
+/// File of the table of loops, beside the bundles.
+const LOOPS_TABLE: &str = "loops.md";
 /// Shared memory a block can have beside what the system keeps, on every architecture compiled for.
 const MOST_SHARED: u32 = 232_448;
 
@@ -149,6 +152,16 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
         return Ok(differences);
     }
     outputs.push((family.bundles.join("resources.md"), resources(family, table).into_bytes()));
+    let mut rows = Vec::new();
+    for job in &jobs {
+        if let Some(loops) = &compiled[&job.key].notes.loops {
+            rows.push((job.arch, job.row.name.as_str(), loops.as_slice()));
+        }
+    }
+    // Loops are known of what was compiled: the table is written with all kernels or left alone.
+    if options.only.is_empty() && !rows.is_empty() {
+        outputs.push((family.bundles.join(LOOPS_TABLE), work_loops(family, rows).into_bytes()));
+    }
     if options.check {
         for (path, bytes) in &outputs {
             differences.extend(compare_whole(path, bytes));
@@ -313,36 +326,48 @@ fn describe(toolchain: &dyn Toolchain, job: &Job, compiled: &Compiled) -> Result
     if figures.registers == 0 {
         figures.registers = found.registers;
     }
+    figures.tensor_memory_columns = derived.map_or(0, |d| d.tensor_memory_columns);
     ensure!(
         shared_static + shared_dynamic <= MOST_SHARED,
         "{} bytes of shared memory, {MOST_SHARED} exist",
         shared_static + shared_dynamic
     );
-    for (what, bytes) in [
-        ("spill stores", figures.spill_store_bytes),
-        ("spill loads", figures.spill_load_bytes),
-        ("stack", figures.stack_bytes),
-        ("local memory", figures.local_bytes),
-    ] {
-        ensure!(bytes == 0, "{bytes} bytes of {what} per thread; registers must hold everything");
+    if let Some(loops) = &notes.loops {
+        // Where the loops are known, they are what counts.
+        for l in loops {
+            let local = l.count("local");
+            ensure!(local == 0, "{local} accesses to local memory in the loop at {:#x}", l.address);
+        }
+    } else {
+        for (what, bytes) in [
+            ("spill stores", figures.spill_store_bytes),
+            ("spill loads", figures.spill_load_bytes),
+            ("stack", figures.stack_bytes),
+            ("local memory", figures.local_bytes),
+        ] {
+            ensure!(bytes == 0, "{bytes} bytes of {what} per thread; registers must hold everything");
+        }
     }
     Ok(KernelInfo {
         name: row.name.clone(),
         entry: entry.clone(),
         tags: row.tags.clone(),
-        constants: code
-            .constants
-            .iter()
-            .filter(|(name, _)| *name != SHARED_SYMBOL)
-            .filter_map(|(name, value)| Some((name.strip_prefix(CONSTANT_PREFIX)?.to_owned(), *value)))
-            .collect(),
+        constants: match derived {
+            Some(d) => d.constants.clone(),
+            None => code
+                .constants
+                .iter()
+                .filter(|(name, _)| *name != SHARED_SYMBOL)
+                .filter_map(|(name, value)| Some((name.strip_prefix(CONSTANT_PREFIX)?.to_owned(), *value)))
+                .collect(),
+        },
         parameters,
         threads,
         shared_static,
         shared_dynamic,
         cluster,
         cluster_compiled: found.cluster.is_some(),
-        programmatic: row.programmatic,
+        programmatic: derived.map_or(row.programmatic, |d| d.programmatic),
         promises: derived.map_or(&row.promises, |d| &d.promises).clone(),
         resources: figures,
         source_sha256: job.key.clone(),
@@ -356,10 +381,12 @@ fn parameters(
     notes: &Notes,
     found: &cubin::CubinKernel,
 ) -> Result<Vec<Parameter>> {
-    // Name, kind, box, and the size where it is claimed.
+    // Name, kind, box, the size where it is claimed, and the promise.
     let listed: Vec<_> = match (toolchain.declared(row), &notes.derived) {
-        (Some(p), _) => p.iter().map(|p| (&p.name, p.kind, &p.tile, p.kind.bytes())).collect(),
-        (None, Some(d)) => d.parameters.iter().map(|p| (&p.name, p.kind, &p.tile, Some(p.bytes))).collect(),
+        (Some(p), _) => p.iter().map(|p| (&p.name, p.kind, &p.tile, p.kind.bytes(), 1)).collect(),
+        (None, Some(d)) => {
+            d.parameters.iter().map(|p| (&p.name, p.kind, &p.tile, Some(p.bytes), p.divisible)).collect()
+        }
         (None, None) => bail!("the compiler left no parameter list"),
     };
     ensure!(
@@ -372,14 +399,14 @@ fn parameters(
         .into_iter()
         .zip(&found.parameters)
         .enumerate()
-        .map(|(i, ((name, kind, tile, bytes), real))| {
+        .map(|(i, ((name, kind, tile, bytes, divisible), real))| {
             ensure!(
                 bytes.is_none_or(|b| b == real.bytes),
                 "parameter {i} '{name}' ({kind:?}) has {} bytes in the cubin, {} by its kind",
                 real.bytes,
                 bytes.unwrap_or_default()
             );
-            Ok(Parameter { name: name.clone(), kind, bytes: real.bytes, offset: real.offset, tile: *tile })
+            Ok(Parameter { name: name.clone(), kind, bytes: real.bytes, offset: real.offset, tile: *tile, divisible })
         })
         .collect()
 }
@@ -448,13 +475,30 @@ fn strays(family: &Family, outputs: &[(PathBuf, Vec<u8>)]) -> Result<Vec<String>
     if family.bundles.is_dir() {
         for entry in std::fs::read_dir(&family.bundles)? {
             let path = entry?.path();
-            if outputs.iter().all(|o| o.0 != path) {
+            if outputs.iter().all(|o| o.0 != path) && !path.ends_with(LOOPS_TABLE) {
                 out.push(format!("{}: made by no kernel of {}", name_of(&path), family.owner));
             }
         }
     }
     out.sort();
     Ok(out)
+}
+
+/// The table of what the work loops of each kernel are made of.
+fn work_loops(family: &Family, mut rows: Vec<(Arch, &str, &[WorkLoop])>) -> String {
+    rows.sort_by(|a, b| (a.0.capability, a.1).cmp(&(b.0.capability, b.1)));
+    let mut out = format!(
+        "# Work loops of the kernels of {}\n\nWritten by `cargo xtask kernels`, from the disassembler's listing: every innermost \
+         loop with matrix products, exponentials or bulk copies, by the address of its first instruction. Counts are \
+         instructions of one warp and one trip, all branches of the loop together. Local memory in any of them fails the \
+         build.\n\n{}",
+        family.owner,
+        sass::table_head()
+    );
+    for (arch, name, loops) in rows {
+        out += &sass::table_rows(&arch.to_string(), name, loops);
+    }
+    out
 }
 
 /// The table of what each kernel uses.

@@ -3,6 +3,7 @@
 mod build;
 mod gpu_tests;
 mod rows;
+mod sass;
 mod toolchain;
 
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! `kernels.toml`: kernel variants as data.
 //!
 //! A `[[kernel]]` table with `axes` stands for every combination of their values; `{axis}` in its strings is replaced
-//! by the value. See `jfa-cuda/kernels/README.md` for the fields.
+//! by the value. See the `kernels/README.md` of each crate for the fields.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -39,6 +39,10 @@ struct Template {
     except: Vec<BTreeMap<String, String>>,
     #[serde(default)]
     defines: BTreeMap<String, String>,
+    #[serde(default)]
+    options: BTreeMap<String, String>,
+    #[serde(default)]
+    blocks: BTreeMap<String, String>,
     #[serde(default)]
     tags: BTreeMap<String, String>,
     #[serde(default)]
@@ -82,6 +86,10 @@ pub struct Row {
     pub archs: Vec<Arch>,
     /// Preprocessor definitions (nvcc) or constants (triton).
     pub defines: BTreeMap<String, String>,
+    /// Options of the compilation (triton).
+    pub options: BTreeMap<String, String>,
+    /// Rows and columns of the tensor maps' blocks (triton).
+    pub blocks: BTreeMap<String, String>,
     /// What the launcher chooses by.
     pub tags: BTreeMap<String, String>,
     /// Parameters in order; empty when the toolchain derives them.
@@ -151,6 +159,11 @@ impl Family {
         }
         let mut names = BTreeSet::new();
         for r in &rows {
+            ensure!(
+                file.toolchain == "triton" || (r.options.is_empty() && r.blocks.is_empty()),
+                "kernel '{}': options and blocks are for triton",
+                r.name
+            );
             ensure!(names.insert(&r.name), "two kernels are named '{}'", r.name);
         }
         Ok(Family {
@@ -209,6 +222,8 @@ fn expand(t: &Template, out: &mut Vec<Row>) -> Result<()> {
             entry: fill(&t.entry)?,
             archs: archs.clone(),
             defines: fill_map(&t.defines)?,
+            options: fill_map(&t.options)?,
+            blocks: fill_map(&t.blocks)?,
             tags: fill_map(&t.tags)?,
             parameters: t.parameters.clone(),
             promises: t.promises.clone(),
@@ -276,6 +291,7 @@ mod tests {
             ("name = 'k'\narchs = ['sm_90a']\naxes = { x = ['1', '2'] }\n", "two kernels are named 'k'"),
             ("name = 'k'\narchs = ['sm_90a']\nexcept = [{ y = '1' }]\n", "except names 'y'"),
             ("name = 'k'\narchs = ['sm_90a']\nthread = 3\n", "unknown field `thread`"),
+            ("name = 'k'\narchs = ['sm_90a']\noptions = { num_warps = '4' }\n", "options and blocks are for triton"),
             ("name = 'k'\narchs = ['sm_90a']\nparameters = [{ name = 'p', kind = 'map' }]\n", "map"),
         ] {
             let e = format!("{:#}", parse(&format!("{HEAD}{rest}")).unwrap_err());

@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::Places;
 use crate::rows::{Family, Parameter, Row};
+use crate::sass::{self, WorkLoop};
 
 /// What a compilation gives.
 #[derive(Clone, Debug)]
@@ -35,6 +36,9 @@ pub struct Notes {
     /// Facts that replace the row's, where the compiler derives them.
     #[serde(default)]
     pub derived: Option<Derived>,
+    /// Work loops of the kernel, where the compiler's output is looked at that closely.
+    #[serde(default)]
+    pub loops: Option<Vec<WorkLoop>>,
 }
 
 /// What a kernel uses.
@@ -61,8 +65,16 @@ pub struct Derived {
     pub shared_dynamic: u32,
     /// Blocks of a cluster, where the launch decides.
     pub cluster: [u32; 3],
+    /// May start before its predecessor has ended.
+    pub programmatic: bool,
     /// What the host must check.
     pub promises: Vec<Promise>,
+    /// Numbers the launcher needs.
+    pub constants: std::collections::BTreeMap<String, u32>,
+    /// Columns of tensor memory a block allocates.
+    pub tensor_memory_columns: u32,
+    /// Files of the kernels' folder that took part.
+    pub modules: Vec<String>,
 }
 
 /// A parameter with the size the compiler's metadata give.
@@ -78,6 +90,13 @@ pub struct DerivedParameter {
     /// The box of a tensor map.
     #[serde(default)]
     pub tile: Option<jfa_driver::bundle::Tile>,
+    /// What a pointer or integer was compiled to be a multiple of.
+    #[serde(default = "one")]
+    pub divisible: u32,
+}
+
+const fn one() -> u32 {
+    1
 }
 
 /// A compiler.
@@ -364,6 +383,37 @@ fn normal(path: &Path) -> PathBuf {
     out
 }
 
+/// Python files and those they import from the folder, by plain statements at the beginning of a line.
+fn modules<'a>(folder: &Path, roots: impl IntoIterator<Item = &'a (impl AsRef<Path> + ?Sized + 'a)>) -> Result<Vec<(PathBuf, Vec<u8>)>> {
+    let mut todo: Vec<PathBuf> = roots.into_iter().map(|r| r.as_ref().to_owned()).collect();
+    let mut seen = BTreeSet::new();
+    let mut out = Vec::new();
+    while let Some(name) = todo.pop() {
+        if !seen.insert(name.clone()) {
+            continue;
+        }
+        let path = folder.join(&name);
+        let text = std::fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
+        for line in String::from_utf8_lossy(&text).lines() {
+            let imported: Vec<&str> = if let Some(rest) = line.strip_prefix("from ") {
+                rest.split_whitespace().take(1).collect()
+            } else if let Some(rest) = line.strip_prefix("import ") {
+                rest.split(',').filter_map(|m| m.split_whitespace().next()).collect()
+            } else {
+                continue;
+            };
+            let files = imported.iter().map(|m| PathBuf::from(format!("{m}.py")));
+            todo.extend(files.filter(|f| folder.join(f).is_file()));
+        }
+        out.push((name, text));
+    }
+    out.sort();
+    Ok(out)
+}
+
+/// What compiles a row, in a crate's folder of kernels.
+const COMPILE: &str = "compile.py";
+
 /// Triton with TLX. The crate's `kernels/compile.py` compiles one row: it gets a JSON file with the row and an empty
 /// folder, and leaves `kernel.cubin`, `kernel.ptx` and `notes.json` ([`Notes`], with [`Derived`]) there.
 struct Triton {
@@ -378,7 +428,8 @@ struct TritonRow<'a> {
     entry: &'a str,
     arch: String,
     constants: &'a std::collections::BTreeMap<String, String>,
-    flags: &'a [String],
+    options: &'a std::collections::BTreeMap<String, String>,
+    blocks: &'a std::collections::BTreeMap<String, String>,
     tags: &'a std::collections::BTreeMap<String, String>,
 }
 
@@ -393,27 +444,19 @@ impl Toolchain for Triton {
             digest.update((bytes.len() as u64).to_le_bytes());
             digest.update(bytes);
         };
-        add(b"triton 1");
+        add(b"triton 2");
         add(self.venv.text.as_bytes());
-        add(&self.row(family, row, arch)?);
-        let mut files: Vec<_> = std::fs::read_dir(&family.folder)?
-            .map(|e| Ok(e?.path()))
-            .collect::<Result<Vec<_>>>()?
-            .into_iter()
-            .filter(|p| p.extension() == Some(OsStr::new("py")))
-            .collect();
-        files.sort();
-        // Python imports cannot be followed by reading: every module of the folder counts.
-        for f in files {
-            add(f.file_name().unwrap_or_default().to_string_lossy().as_bytes());
-            add(&std::fs::read(&f)?);
+        add(&Self::row(row, arch)?);
+        for (name, text) in modules(&family.folder, [Path::new(COMPILE), &row.source])? {
+            add(name.to_string_lossy().as_bytes());
+            add(&text);
         }
         Ok(hex(&digest.finalize()))
     }
 
     fn compile(&self, family: &Family, row: &Row, arch: Arch, scratch: &Path) -> Result<Compiled> {
         let request = scratch.join("row.json");
-        std::fs::write(&request, self.row(family, row, arch)?)?;
+        std::fs::write(&request, Self::row(row, arch)?)?;
         output(
             Command::new(self.venv.prepare()?.join("bin/python"))
                 .current_dir(&family.folder)
@@ -423,13 +466,23 @@ impl Toolchain for Triton {
                 .env("TRITON_CACHE_DIR", scratch.join("cache"))
                 .env("PYTHONHASHSEED", "0")
                 .env("PYTHONDONTWRITEBYTECODE", "1")
-                .arg("compile.py")
+                .arg(COMPILE)
                 .arg(&request)
                 .arg(scratch),
         )?;
         let cubin = scratch.join("kernel.cubin");
         let notes = std::fs::read(scratch.join("notes.json")).context("compile.py left no notes.json")?;
         let mut notes: Notes = serde_json::from_slice(&notes).context("notes.json")?;
+        let derived = notes.derived.as_ref().context("notes.json says nothing of the launch")?;
+        let known = modules(&family.folder, [&row.source])?;
+        for module in &derived.modules {
+            ensure!(
+                known.iter().any(|(name, _)| name == Path::new(module)),
+                "{module} took part, but no plain `import` at the top of a file names it: its changes would go unnoticed"
+            );
+        }
+        let listing = output(Command::new(cuda_tool(&self.nvcc, "nvdisasm")?).arg("-c").arg(&cubin))?;
+        notes.loops = Some(sass::work_loops(&listing, &derived.entry)?);
         add_cuobjdump(&cuda_tool(&self.nvcc, "cuobjdump")?, &cubin, &mut notes)?;
         Ok(Compiled { cubin: std::fs::read(cubin)?, ptx: std::fs::read(scratch.join("kernel.ptx"))?, notes })
     }
@@ -440,15 +493,15 @@ impl Toolchain for Triton {
 }
 
 impl Triton {
-    #[expect(clippy::unused_self, reason = "belongs to this toolchain")]
-    fn row(&self, family: &Family, row: &Row, arch: Arch) -> Result<Vec<u8>> {
+    fn row(row: &Row, arch: Arch) -> Result<Vec<u8>> {
         Ok(serde_json::to_vec(&TritonRow {
             name: &row.name,
             source: &row.source,
             entry: &row.entry,
             arch: arch.to_string(),
             constants: &row.defines,
-            flags: &family.flags,
+            options: &row.options,
+            blocks: &row.blocks,
             tags: &row.tags,
         })?)
     }
@@ -507,6 +560,20 @@ mod tests {
         write("c.h", "#include \"gone.h\"\n");
         let e = sources(folder.path(), Path::new("a.cu")).unwrap_err().to_string();
         assert!(e.contains("\"gone.h\""), "{e}");
+    }
+
+    #[test]
+    fn imports_are_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        write("a.py", "import triton, b\nfrom c import x, y\nimport triton.language as tl\n    import e\n");
+        write("b.py", "import a\nimport d as dd\n");
+        for name in ["c.py", "d.py", "e.py", "f.py"] {
+            write(name, "");
+        }
+        let names: Vec<_> = modules(folder.path(), ["a.py"]).unwrap().into_iter().map(|m| m.0).collect();
+        assert_eq!(names, ["a.py", "b.py", "c.py", "d.py"].map(PathBuf::from));
+        assert!(modules(folder.path(), ["gone.py"]).unwrap_err().to_string().contains("gone.py"));
     }
 
     #[test]
