@@ -99,7 +99,7 @@ fn device(path: &str, backend: &str) -> Result<()> {
     let backend = jfa_bench::backends::select(Some(backend))?;
     let memory = memory_of(&backend)?;
     println!("{}", memory.describe());
-    let context = Context { backend, memory, repeats: 1 };
+    let context = Context { backend, memory, repeats: 1, observer: None };
     let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
     for (name, scenario) in cases() {
         let mut results = run(&context, &scenario).with_context(|| name.clone())?;
@@ -154,7 +154,7 @@ fn read(path: &str) -> Result<BTreeMap<String, Results>> {
 #[cfg(feature = "sim")]
 fn compare(path: &str, filter: &str) -> Result<()> {
     let (gpu, backend) = jfa_bench::backends::simulator("cuda:sm_90a", 132)?;
-    let context = Context { memory: memory_of(&backend)?, backend, repeats: 1 };
+    let context = Context { memory: memory_of(&backend)?, backend, repeats: 1, observer: None };
     let want = read(path)?;
     println!(
         "| case | tensor | values | differ | largest difference | relative to the norm |\n|---|---|---:|---:|---:|---:|"

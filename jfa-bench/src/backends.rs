@@ -60,6 +60,23 @@ pub fn select(name: Option<&str>) -> Result<Arc<dyn AttentionBackend>> {
     Ok(selection.candidates[0].clone())
 }
 
+/// The same, with what watches its kernels where there is such a thing: on the simulator.
+///
+/// # Errors
+/// As for [`select`].
+pub fn select_observed(name: Option<&str>) -> Result<(Arc<dyn AttentionBackend>, Option<crate::check::Observer>)> {
+    #[cfg(feature = "sim")]
+    {
+        let chosen = Environment::from_process().backend();
+        if let Some(simulated) = name.or(chosen.as_deref()).and_then(|n| n.strip_prefix("sim:")) {
+            let (gpu, backend) = simulator(simulated, jfa_sim::Config::default().sms)?;
+            let observe = move || gpu.findings().iter().map(ToString::to_string).collect();
+            return Ok((backend, Some(Box::new(observe))));
+        }
+    }
+    Ok((select(name)?, None))
+}
+
 /// CUDA device memory, for backends (plugins) that compute there and bring none of their own.
 pub fn device_memory() -> jfa_core::Result<Arc<dyn DeviceMemory>> {
     let named = |e: jfa_driver::DriverError| e.for_backend("CUDA device memory");

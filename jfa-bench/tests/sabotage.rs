@@ -127,7 +127,7 @@ fn suite(backend: Arc<dyn AttentionBackend>, filter: &[&str]) -> Vec<Finished> {
     let memory: Arc<dyn DeviceMemory> = backend.memory().unwrap_or_else(|| Arc::new(HostMemory::new()));
     let cases = check::cases(&args, backend.capabilities()).unwrap();
     assert!(!cases.is_empty(), "no case is named {filter:?}");
-    let context = Context { backend, memory, repeats: 4 };
+    let context = Context { backend, memory, repeats: 4, observer: None };
     cases.iter().map(|c| check::run_case(&context, c)).collect()
 }
 

@@ -51,6 +51,40 @@ pub(super) enum Target {
     Bulk { dst: u64, red: Option<AtomFn> },
 }
 
+impl Target {
+    /// Parts of `bytes` at shared offset `base` that reach device memory: what a tensor store finds outside the tensor is
+    /// dropped, so that nobody needs to have written it.
+    fn pieces(&self, base: usize, bytes: usize) -> Vec<(usize, usize)> {
+        let Target::Tensor { map, coords, .. } = self else { return vec![(base, bytes)] };
+        let mut runs = vec![];
+        let mut clipped = false;
+        map.for_runs(coords, |o, len, a| match a {
+            Some(_) => runs.push((o, len)),
+            None => clipped = true,
+        });
+        if !clipped {
+            return vec![(base, bytes)];
+        }
+        if map.swizzle == Swizzle::None {
+            return runs.into_iter().map(|(o, n)| (base + o, n)).collect();
+        }
+        let mut out = vec![];
+        for (o, len) in runs {
+            let (mut at, end) = (o, o + len);
+            while at < end {
+                let n = (16 - at % 16).min(end - at);
+                let chunk = map.swizzle.apply(base + at / 16 * 16);
+                // A tile that does not start where the pattern repeats may reach past its end: the copy clips there too.
+                if (base..base + bytes).contains(&chunk) {
+                    out.push((chunk + at % 16, n));
+                }
+                at += n;
+            }
+        }
+        out
+    }
+}
+
 /// A bulk store as its thread counts it.
 struct BulkOp {
     id: u32,
@@ -513,7 +547,9 @@ impl<'a> Cluster<'a> {
     fn store(&mut self, w: &Warp, lane: u32, src: Spot, bytes: usize, to: Target) {
         let seq = self.bulk_issue(w, lane);
         let slot = self.bulk_slot(w.index);
-        self.note_shared_read(w, lane, src.0, src.1, bytes, slot, seq, true, false);
+        for (at, n) in to.pieces(src.1, bytes) {
+            self.note_shared_read(w, lane, src.0, at, n, slot, seq, true, false);
+        }
         let owner = (w.index, lane);
         let place = self.place(w, lane);
         let id = self.enqueue(w, lane, Job::Store { src, to, bytes, data: None, owner });
