@@ -69,12 +69,6 @@ pub(crate) fn choose(set: &KernelSet, device: usize, wanted: Wanted) -> jfa_driv
     }
 }
 
-/// A number that the kernel's source states.
-pub(crate) fn constant(info: &KernelInfo, name: &str) -> Result<i32> {
-    let value = info.constants.get(name).copied().and_then(|v| i32::try_from(v).ok()).filter(|v| *v > 0);
-    value.ok_or_else(|| Error::Internal(format!("kernel {} states no {name}", info.name)))
-}
-
 /// The tensor map of a parameter: its box, as the manifest gives it, reshaped for packed heads by `shape`.
 pub(crate) fn map_of(info: &KernelInfo, parameter: &str, shape: impl FnOnce(Tile) -> Tile) -> Result<JaggedMap> {
     let bad = |why: &str| Error::Internal(format!("kernel {}: parameter {parameter} {why}", info.name));

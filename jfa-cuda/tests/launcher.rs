@@ -431,7 +431,7 @@ fn limits_name_what_is_too_large() {
     let base = || Problem::builder(DType::BF16, 2, 128);
     refuse(
         base().capacity(10, 1 << 31, 10).build().unwrap(),
-        "total_q = 2147483648: the cuda backend takes at most 2147481600",
+        "total_q = 2147483648: backend 'cuda' takes at most 2147481600",
     );
     refuse(base().capacity(10, 10, 1 << 31).build().unwrap(), "total_kv = 2147483648");
     refuse(base().capacity(1 << 20, 0, 10).broadcast_query(1 << 12).build().unwrap(), "batch * q_len = 4294967296");

@@ -240,7 +240,10 @@ impl KernelInfo {
             }
             let integral = matches!(p.kind, ParameterKind::Pointer | ParameterKind::I32 | ParameterKind::I64);
             if !p.divisible.is_power_of_two() || (p.divisible > 1 && !integral) {
-                return fail(format!("parameter '{}' of kind {:?} cannot be a multiple of {}", p.name, p.kind, p.divisible));
+                return fail(format!(
+                    "parameter '{}' of kind {:?} cannot be a multiple of {}",
+                    p.name, p.kind, p.divisible
+                ));
             }
             if p.bytes == 0 || p.offset < end {
                 return fail(format!("parameter '{}' ({} bytes at {}) overlaps another", p.name, p.bytes, p.offset));
@@ -491,7 +494,14 @@ mod tests {
                     tile: Some(Tile { cols: 64, rows: 64, heads: 1 }),
                     divisible: 1,
                 },
-                Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None, divisible: 8 },
+                Parameter {
+                    name: "n".into(),
+                    kind: ParameterKind::I32,
+                    bytes: 4,
+                    offset: 128,
+                    tile: None,
+                    divisible: 8,
+                },
             ],
             threads: 384,
             shared_static: 0,

@@ -7,6 +7,9 @@
 //! architecture with compiled kernels and a manifest of everything the host must know and check before it launches
 //! one.
 //!
+//! On top of the two stands [`schedule`]: the device schedule, the check of device offsets and zeros for unused rows, which
+//! all backends share.
+//!
 //! Nothing here needs CUDA to build or to start. A missing driver, a driver without a needed function and a machine
 //! without a device are errors with a reason.
 //!
@@ -20,6 +23,7 @@ pub mod cuda;
 pub mod error;
 pub mod gpu;
 pub mod kernels;
+pub mod schedule;
 pub mod tensor_map;
 
 pub use arch::{Arch, ComputeCapability};

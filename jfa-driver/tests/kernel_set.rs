@@ -107,7 +107,14 @@ fn kernel(name: &str, cluster: [u32; 3]) -> KernelInfo {
         tags: BTreeMap::from([("kind".to_owned(), name.to_owned())]),
         constants: BTreeMap::new(),
         parameters: vec![
-            Parameter { name: "map".into(), kind: ParameterKind::TensorMap, bytes: 128, offset: 0, tile: None, divisible: 1 },
+            Parameter {
+                name: "map".into(),
+                kind: ParameterKind::TensorMap,
+                bytes: 128,
+                offset: 0,
+                tile: None,
+                divisible: 1,
+            },
             Parameter { name: "n".into(), kind: ParameterKind::I32, bytes: 4, offset: 128, tile: None, divisible: 4 },
         ],
         threads: 384,

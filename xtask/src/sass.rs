@@ -69,7 +69,9 @@ fn class_of(mnemonic: &str) -> &'static str {
         "UTMALDG" | "UTMASTG" | "UTMAREDG" | "UTMAPF" | "UBLKCP" | "UBLKRED" | "UBLKPF" => "bulk copy",
         "LDL" | "STL" => "local",
         "LDS" | "STS" | "LDSM" | "STSM" | "ATOMS" | "STAS" | "UVIRTCOUNT" => "shared",
-        "LDG" | "STG" | "RED" | "REDG" | "ATOM" | "ATOMG" | "LD" | "ST" | "LDC" | "ULDC" | "LDCU" | "LDGSTS" => "global",
+        "LDG" | "STG" | "RED" | "REDG" | "ATOM" | "ATOMG" | "LD" | "ST" | "LDC" | "ULDC" | "LDCU" | "LDGSTS" => {
+            "global"
+        }
         "SYNCS" | "BAR" | "WARPSYNC" | "BSSY" | "BSYNC" | "FENCE" | "MEMBAR" | "WARPGROUP" | "DEPBAR" | "LDGDEPBAR"
         | "UTCBAR" | "UTMACMDFLUSH" | "UTCATOMSWS" | "ELECT" | "VOTE" | "VOTEU" | "ERRBAR" | "NANOSLEEP" | "CCTL"
         | "UCGABAR_ARV" | "UCGABAR_WAIT" | "USETMAXREG" | "BREAK" | "WARPGROUPSET" => "sync",
@@ -127,11 +129,13 @@ fn parse(listing: &str, entry: &str) -> Result<(Vec<Instruction>, BTreeMap<Strin
         let base = mnemonic.split('.').next().unwrap_or_default();
         let jumps = matches!(base, "BRA" | "BRX" | "BRXU" | "JMP");
         let labels_in = |s: &str| {
-            s.match_indices(".L_").map(|(at, _)| {
-                let end = s[at + 1..].find(|c: char| !c.is_alphanumeric() && c != '_').map_or(s.len(), |e| at + 1 + e);
-                s[at..end].to_owned()
-            })
-            .collect::<Vec<_>>()
+            s.match_indices(".L_")
+                .map(|(at, _)| {
+                    let end =
+                        s[at + 1..].find(|c: char| !c.is_alphanumeric() && c != '_').map_or(s.len(), |e| at + 1 + e);
+                    s[at..end].to_owned()
+                })
+                .collect::<Vec<_>>()
         };
         let mut targets = Vec::new();
         if jumps {
@@ -157,7 +161,9 @@ pub fn work_loops(listing: &str, entry: &str) -> Result<Vec<WorkLoop>> {
         let to = c
             .targets
             .iter()
-            .map(|t| labels.get(t).copied().with_context(|| format!("a jump at {:#x} to {t}, which is nowhere", c.address)))
+            .map(|t| {
+                labels.get(t).copied().with_context(|| format!("a jump at {:#x} to {t}, which is nowhere", c.address))
+            })
             .collect::<Result<Vec<_>>>()?;
         starts.extend(to.iter().copied().filter(|t| *t < code.len()));
         if (!to.is_empty() || !c.falls_through) && i + 1 < code.len() {
@@ -171,7 +177,8 @@ pub fn work_loops(listing: &str, entry: &str) -> Result<Vec<WorkLoop>> {
     let successors: Vec<Vec<usize>> = (0..starts.len())
         .map(|b| {
             let last = end_of(b) - 1;
-            let mut next: Vec<usize> = jump_targets[last].iter().filter(|t| **t < code.len()).map(|t| block_of(*t)).collect();
+            let mut next: Vec<usize> =
+                jump_targets[last].iter().filter(|t| **t < code.len()).map(|t| block_of(*t)).collect();
             if code[last].falls_through && last + 1 < code.len() {
                 next.push(b + 1);
             }

@@ -384,7 +384,10 @@ fn normal(path: &Path) -> PathBuf {
 }
 
 /// Python files and those they import from the folder, by plain statements at the beginning of a line.
-fn modules<'a>(folder: &Path, roots: impl IntoIterator<Item = &'a (impl AsRef<Path> + ?Sized + 'a)>) -> Result<Vec<(PathBuf, Vec<u8>)>> {
+fn modules<'a>(
+    folder: &Path,
+    roots: impl IntoIterator<Item = &'a (impl AsRef<Path> + ?Sized + 'a)>,
+) -> Result<Vec<(PathBuf, Vec<u8>)>> {
     let mut todo: Vec<PathBuf> = roots.into_iter().map(|r| r.as_ref().to_owned()).collect();
     let mut seen = BTreeSet::new();
     let mut out = Vec::new();
