@@ -34,9 +34,21 @@ impl Poison {
         }
     }
 
+    /// The byte that the pattern repeats, if it is one: such memory can be filled without the host's help.
+    pub fn byte(self) -> Option<u8> {
+        match self {
+            Poison::Nan => Some(0xFF),
+            Poison::Zero => Some(0),
+            Poison::Inf | Poison::Huge => None,
+        }
+    }
+
     /// `bytes` bytes of the pattern (a multiple of the element size).
     pub fn image(self, dtype: DType, bytes: usize) -> Vec<u8> {
-        self.pattern(dtype).iter().copied().cycle().take(bytes).collect()
+        let pattern = self.pattern(dtype);
+        let mut image = pattern.repeat(bytes.div_ceil(pattern.len()));
+        image.truncate(bytes);
+        image
     }
 }
 
@@ -91,6 +103,10 @@ mod tests {
             assert_eq!(one(Poison::Inf), f32::INFINITY);
             assert_eq!(one(Poison::Zero), 0.0);
             assert!(one(Poison::Huge).is_finite() && one(Poison::Huge) >= 65504.0);
+            for poison in [Poison::Nan, Poison::Inf, Poison::Huge, Poison::Zero] {
+                let image = poison.image(dtype, 12);
+                assert!(poison.byte().is_none_or(|byte| image == [byte; 12]), "{poison:?}");
+            }
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use jfa_core::layout::Offsets;
 use jfa_core::{
     AttentionBackend, BackwardArgs, Bias, Buffer, Call, DType, DataPtr, DeviceBuffer, DeviceMemory, Error, ForwardArgs,
-    IndexType, Layout, LseView, MemorySpace, Plan, Problem, Requirements, Result, TensorView,
+    IndexType, Layout, LseView, MemorySpace, Plan, Problem, Result, TensorView,
 };
 
 use crate::element::{Poison, decode, encode};
@@ -52,6 +52,49 @@ struct Arena {
 impl Arena {
     fn address(&self, byte: usize) -> DataPtr {
         self.buffer.at(GUARD + byte)
+    }
+}
+
+/// Scratch memory: poison all over, of which the host keeps only what surrounds it (a workspace may be many gigabytes).
+struct Scratch {
+    buffer: DeviceBuffer,
+    bytes: usize,
+    /// What stands before and behind; the latter begins with what rounding adds to the size.
+    guards: [Vec<u8>; 2],
+}
+
+impl Scratch {
+    /// Bytes of poison uploaded at a time.
+    const PART: usize = 4 << 20;
+
+    fn new(memory: &Arc<dyn DeviceMemory>, poison: Poison, bytes: usize) -> Result<Self> {
+        let all = bytes.next_multiple_of(4) + 2 * GUARD;
+        let part = poison.image(DType::F32, all.min(Self::PART));
+        let buffer = DeviceBuffer::new(memory, all)?;
+        match poison.byte() {
+            Some(byte) => buffer.fill(byte)?,
+            None => {
+                for at in (0..all).step_by(Self::PART) {
+                    buffer.upload(at, &part[..part.len().min(all - at)])?;
+                }
+            }
+        }
+        // The pattern begins anew every four bytes.
+        let behind = all - GUARD - bytes;
+        let guards = [part[..GUARD].to_vec(), part[bytes % 4..][..behind].to_vec()];
+        Ok(Scratch { buffer, bytes, guards })
+    }
+
+    /// The scratch itself, with exactly the size that was asked for.
+    fn exact(&self) -> Buffer {
+        if self.bytes == 0 { Buffer::EMPTY } else { Buffer { data: self.buffer.at(GUARD), bytes: self.bytes } }
+    }
+
+    /// Whether a byte around it was written.
+    fn is_overrun(&self) -> Result<bool> {
+        let [before, behind] = &self.guards;
+        Ok(self.buffer.download(0, GUARD)? != *before
+            || self.buffer.download(GUARD + self.bytes, behind.len())? != *behind)
     }
 }
 
@@ -109,11 +152,10 @@ pub struct Execution {
     bias: Option<usize>,
     dbias: Option<usize>,
     arrays: Vec<Arena>,
-    schedule: Arena,
+    schedule: Scratch,
     shared_schedule: Option<Buffer>,
-    forward_workspace: Arena,
-    backward_workspace: Arena,
-    requirements: Requirements,
+    forward_workspace: Scratch,
+    backward_workspace: Scratch,
     /// The layout, to be read or (by tests of errors) broken.
     pub layout: Layout,
 }
@@ -169,10 +211,7 @@ impl Execution {
         let mut arrays = Vec::new();
         let layout = Self::layout(scenario, memory, &mut arrays)?;
         let requirements = plan.requirements();
-        let scratch = |bytes: usize| -> Result<Arena> {
-            let image = poison.image(DType::F32, bytes.next_multiple_of(4) + 2 * GUARD);
-            Ok(Arena { buffer: DeviceBuffer::from_bytes(memory, &image)?, image: Some(image) })
-        };
+        let scratch = |bytes| Scratch::new(memory, poison, bytes);
         Ok(Execution {
             scenario: scenario.clone(),
             schedule: scratch(requirements.schedule_bytes)?,
@@ -188,7 +227,6 @@ impl Execution {
             bias,
             dbias,
             arrays,
-            requirements,
             layout,
         })
     }
@@ -280,17 +318,17 @@ impl Execution {
 
     /// The schedule, with exactly the size that was asked for.
     pub fn schedule(&self) -> Buffer {
-        self.shared_schedule.unwrap_or_else(|| exact(&self.schedule, self.requirements.schedule_bytes))
+        self.shared_schedule.unwrap_or_else(|| self.schedule.exact())
     }
 
     /// Scratch of a forward.
     pub fn forward_workspace(&self) -> Buffer {
-        exact(&self.forward_workspace, self.requirements.forward_bytes)
+        self.forward_workspace.exact()
     }
 
     /// Scratch of a backward.
     pub fn backward_workspace(&self) -> Buffer {
-        exact(&self.backward_workspace, self.requirements.backward_bytes)
+        self.backward_workspace.exact()
     }
 
     fn view(&self, t: T) -> TensorView {
@@ -553,16 +591,13 @@ impl Execution {
                 found.push(format!("array {i} of the layout was written"));
             }
         }
-        for (name, scratch, bytes) in [
-            ("schedule", &self.schedule, self.requirements.schedule_bytes),
-            ("forward workspace", &self.forward_workspace, self.requirements.forward_bytes),
-            ("backward workspace", &self.backward_workspace, self.requirements.backward_bytes),
+        for (name, scratch) in [
+            ("schedule", &self.schedule),
+            ("forward workspace", &self.forward_workspace),
+            ("backward workspace", &self.backward_workspace),
         ] {
-            let image = scratch.image.as_ref().expect("scratch keeps its image");
-            let now = scratch.buffer.download(0, image.len())?;
-            let end = GUARD + bytes;
-            if now[..GUARD] != image[..GUARD] || now[end..] != image[end..] {
-                found.push(format!("memory outside the {name} ({bytes} bytes) was written"));
+            if scratch.is_overrun()? {
+                found.push(format!("memory outside the {name} ({} bytes) was written", scratch.bytes));
             }
         }
         Ok(found)
@@ -585,10 +620,6 @@ impl Passes {
     pub const FORWARD: Passes = Passes { forward: true, backward: false };
     /// None.
     pub const NONE: Passes = Passes { forward: false, backward: false };
-}
-
-fn exact(arena: &Arena, bytes: usize) -> Buffer {
-    if bytes == 0 { Buffer::EMPTY } else { Buffer { data: arena.address(0), bytes } }
 }
 
 fn rows_of(s: &Scenario, t: T) -> Vec<(i64, i64)> {

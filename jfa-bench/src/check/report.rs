@@ -10,6 +10,9 @@ use super::{Context, Finished, Outcome};
 /// One line per case, and its findings under it.
 pub fn line(case: &Finished, quiet: bool) {
     match &case.outcome {
+        Outcome::Passed(text) if !quiet && case.time.as_secs() > 0 => {
+            println!("ok    {}  {text} ({:.1} s)", case.name, case.time.as_secs_f64());
+        }
         Outcome::Passed(text) if !quiet => println!("ok    {}  {text}", case.name),
         Outcome::Skipped(reason) if !quiet => println!("skip  {}  {reason}", case.name),
         Outcome::Passed(_) | Outcome::Skipped(_) => {}
