@@ -82,7 +82,9 @@ fn capabilities(name: &str, set: &KernelSet, variant: Option<&str>) -> Result<Ca
         // Every device lacks something; the first one's words say what.
         let reason = match set.bundle(0) {
             Err(e) => e.to_string(),
-            Ok(b) => format!("the kernels compiled for {} contain no forward", b.arch()),
+            Ok(b) => {
+                format!("the kernels compiled for {} contain no forward; compiled in: {}", b.arch(), set.compiled_in())
+            }
         };
         return Err(unavailable(reason));
     };

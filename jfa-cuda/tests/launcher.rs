@@ -687,6 +687,12 @@ fn devices_without_kernels_are_named() {
         e.to_string().contains("no kernels for device 0 (recorder, compute capability 8.0); compiled in: sm_90a"),
         "{e}"
     );
+    // What there is for each architecture, and what not.
+    for words in ["forward 32/64/96/128/256", "sm_100a (", "; no forward)"] {
+        assert!(e.to_string().contains(words), "{e} lacks {words}");
+    }
+    let e = make(&[(10, 0)], None).to_string();
+    assert!(e.contains("the kernels compiled for sm_100a contain no forward; compiled in: sm_90a ("), "{e}");
     let e = make(&[(9, 0)], Some("nonsense")).to_string();
     assert!(e.contains("no kernel has the variant 'nonsense'; there are:"), "{e}");
 

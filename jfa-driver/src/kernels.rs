@@ -1,5 +1,6 @@
 //! Kernels of one crate, loaded on first use, once per device and kernel.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use jfa_core::TensorView;
@@ -56,9 +57,22 @@ impl KernelSet {
         &self.gpu
     }
 
-    /// Architectures compiled in, for people.
+    /// What is compiled in, for people: each architecture with the kinds of its kernels, and the widths where a kind has
+    /// several, as in `sm_90a (forward 64/128, schedule), sm_100a (schedule; no forward)`.
     pub fn compiled_in(&self) -> String {
-        let names: Vec<_> = self.bundles.iter().map(|b| b.arch().to_string()).collect();
+        let of_bundle = |bundle: &Bundle| {
+            let mut kinds: BTreeMap<&str, BTreeSet<i64>> = BTreeMap::new();
+            for k in bundle.kernels() {
+                kinds.entry(k.tag("kind")).or_default().extend(k.tag("head_dim").parse::<i64>());
+            }
+            let lacks = if kinds.contains_key("forward") { "" } else { "; no forward" };
+            let list = kinds.into_iter().filter(|(kind, _)| !kind.is_empty()).map(|(kind, widths)| {
+                let widths: Vec<_> = widths.iter().map(ToString::to_string).collect();
+                if widths.is_empty() { kind.to_owned() } else { format!("{kind} {}", widths.join("/")) }
+            });
+            format!("{} ({}{lacks})", bundle.arch(), list.collect::<Vec<_>>().join(", "))
+        };
+        let names: Vec<_> = self.bundles.iter().map(of_bundle).collect();
         if names.is_empty() { "none".to_owned() } else { names.join(", ") }
     }
 
