@@ -147,7 +147,21 @@ impl Case {
         }
     }
 
+    /// The same over the first rows of every tensor.
+    fn args_of_rows(&self, rows: i64) -> ForwardArgs {
+        let mut args = self.args();
+        for view in [&mut args.q, &mut args.k, &mut args.v, &mut args.o] {
+            view.rows = view.rows.min(rows);
+        }
+        args.lse.rows = args.lse.rows.min(rows);
+        args
+    }
+
     fn queue(&self, batch: i64) -> jfa_core::Result<()> {
+        self.queue_rows(batch, i64::MAX)
+    }
+
+    fn queue_rows(&self, batch: i64, rows: i64) -> jfa_core::Result<()> {
         let layout = self.layout(batch);
         let stream = self.memory.stream();
         let call = Call {
@@ -159,13 +173,17 @@ impl Case {
         // SAFETY: every buffer is as large as the plan and the problem say, and outlives the stream's work.
         unsafe {
             self.plan.build_schedule(&layout, self.schedule.as_buffer(), stream)?;
-            self.plan.forward(&call, &self.args())
+            self.plan.forward(&call, &self.args_of_rows(rows))
         }
     }
 
     fn queue_backward(&self, batch: i64) -> jfa_core::Result<()> {
+        self.queue_backward_rows(batch, i64::MAX)
+    }
+
+    fn queue_backward_rows(&self, batch: i64, rows: i64) -> jfa_core::Result<()> {
         let layout = self.layout(batch);
-        let (p, f, stream) = (&self.problem, self.args(), self.memory.stream());
+        let (p, f, stream) = (&self.problem, self.args_of_rows(rows), self.memory.stream());
         let view = |b: &DeviceBuffer, rows, heads, dim| TensorView::contiguous(b.data(), p.dtype, rows, heads, dim);
         let args = BackwardArgs {
             q: f.q,
@@ -174,10 +192,10 @@ impl Case {
             bias: f.bias,
             o: f.o,
             lse: f.lse,
-            d_o: view(&self.d_o.1, p.o_rows(), p.heads_q, p.head_dim_v),
-            dq: view(&self.dq, p.q_rows(), p.heads_q, p.head_dim),
-            dk: view(&self.dk, p.total_kv, p.heads_kv, p.head_dim),
-            dv: view(&self.dv, p.total_kv, p.heads_kv, p.head_dim_v),
+            d_o: view(&self.d_o.1, f.o.rows, p.heads_q, p.head_dim_v),
+            dq: view(&self.dq, f.q.rows, p.heads_q, p.head_dim),
+            dk: view(&self.dk, f.k.rows, p.heads_kv, p.head_dim),
+            dv: view(&self.dv, f.v.rows, p.heads_kv, p.head_dim_v),
             dbias: jfa_core::DataPtr::NULL,
         };
         let workspace = self.backward_workspace.as_buffer();
@@ -448,17 +466,55 @@ fn validation_reports_the_first_bad_entry() {
     case.check(&good, &good, "after the errors");
 }
 
+/// Offsets that decrease, start below 0, end past the buffers, or are right for the plan's capacity but not for the fewer
+/// rows of this call: results may be wrong, but nothing outside of the rows the call names is read or written.
 #[test]
 fn bad_offsets_without_validation_touch_nothing_outside() {
+    const ROWS: i64 = 600;
     let Some(gpu) = device() else { return };
     let backend = backend(&gpu, false);
     let problem = Problem::builder(DType::BF16, 2, 128).capacity(4, 1000, 1000).build().unwrap();
     let case = Case::new(&gpu, 0, &backend, &problem, 2);
-    for offsets in [[0i64, 10, 5, 20, 30], [-500, 2_000_000_000, 7, -7, 2_147_483_647], [5, 5, 5, 5, 100_000]] {
+    let outputs = [&case.o, &case.dq, &case.dk, &case.dv];
+    for offsets in [
+        [0i64, 10, 5, 20, 30],
+        [-500, 2_000_000_000, 7, -7, 2_147_483_647],
+        [5, 5, 5, 5, 100_000],
+        [0, 590, 610, 900, 1000],
+        [599, 600, 601, 602, 1000],
+        [0, 0, 0, 0, 601],
+        [650, 700, 750, 800, 1000],
+        [2_147_483_647; 5],
+    ] {
         case.set_offsets(&offsets, &offsets);
-        case.queue(4).unwrap();
-        case.memory.synchronize().unwrap();
+        for rows in [problem.total_q, ROWS] {
+            for output in outputs {
+                output.fill(0xff).unwrap();
+            }
+            case.lse.fill(0xff).unwrap();
+            case.queue_rows(4, rows).unwrap();
+            case.queue_backward_rows(4, rows).unwrap();
+            case.memory.synchronize().unwrap();
+            let first = usize::try_from(rows).unwrap();
+            for (name, output) in ["o", "dq", "dk", "dv"].into_iter().zip(outputs) {
+                let bytes = output.download(0, output.bytes()).unwrap();
+                let at = first * 2 * 128 * 2;
+                assert!(bytes[at..].iter().all(|b| *b == 0xff), "{name} past row {rows}, offsets {offsets:?}");
+            }
+            let lse = case.lse.download(0, case.lse.bytes()).unwrap();
+            for head in lse.chunks_exact(1000 * 4) {
+                assert!(head[first * 4..].iter().all(|b| *b == 0xff), "lse past row {rows}, offsets {offsets:?}");
+            }
+        }
     }
+    // And the device is still of use.
+    let good = [0i64, 10, 15, 20, 600];
+    case.set_offsets(&good, &good);
+    case.lse.fill(0xff).unwrap();
+    case.o.fill(0xff).unwrap();
+    case.queue_rows(4, ROWS).unwrap();
+    case.memory.synchronize().unwrap();
+    case.check(&good, &good, "after the bad offsets");
 }
 
 #[test]
@@ -492,6 +548,34 @@ fn unused_rows_become_zero() {
         let infinite = (0..2).all(|h| lse[(h * 1000 + row) * 4..][..4] == f32::NEG_INFINITY.to_le_bytes());
         assert_eq!((zero, infinite), (!used, !used), "row {row}");
     }
+}
+
+/// Time of a forward, its schedule included, in microseconds: the median of cold calls.
+fn device_time(case: &Case, batch: i64) -> f64 {
+    case.queue(batch).unwrap();
+    let mut times = case.memory.time(15, &mut || case.queue(batch)).unwrap();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2] * 1e6
+}
+
+/// Eight times as many sequences of 34 rows take at most eight times as long, within a tenth, and as long as their rows in
+/// longer sequences take, within a factor of four: what is paid for is tiles, not sequences.
+#[test]
+fn many_short_sequences_cost_their_tiles() {
+    let Some(gpu) = device() else { return };
+    let backend = backend(&gpu, false);
+    let time = |batch: i64, length: i64| {
+        let rows = batch * length;
+        let problem = Problem::builder(DType::BF16, 4, 128).capacity(batch, rows, rows).build().unwrap();
+        let case = Case::new(&gpu, 0, &backend, &problem, 2);
+        let offsets: Vec<i64> = (0..=batch).map(|b| b * length).collect();
+        case.set_offsets(&offsets, &offsets);
+        device_time(&case, batch)
+    };
+    let (few, many, long) = (time(1024, 34), time(8192, 34), time(1088, 256));
+    println!("forward with schedule: 1,024 x 34 {few:.1} us, 8,192 x 34 {many:.1} us, 1,088 x 256 {long:.1} us");
+    assert!(many < 8.0 * few * 1.1, "{many} us against {few} us");
+    assert!(many < 4.0 * long, "{many} us against {long} us");
 }
 
 /// The host's share of a call with a schedule that exists: printed, and held to the contract's 5 microseconds.
