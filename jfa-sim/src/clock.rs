@@ -38,24 +38,120 @@ impl VClock {
     }
 }
 
-/// What an agent knows: everything that happened before, and the part of it that proxy fences made visible to the
+/// What is known of one other cluster: everything that happened before, and of it what the copy engines and what the
+/// readers of tensor maps can see.
+#[derive(Clone, Debug, Default)]
+struct Other {
+    cluster: u32,
+    all: VClock,
+    device: VClock,
+    mapped: VClock,
+}
+
+/// What is known of other clusters, from releases in device memory; usually nothing.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Foreign(Vec<Other>);
+
+impl Foreign {
+    fn entry(&mut self, cluster: u32) -> &mut Other {
+        let i = match self.0.binary_search_by_key(&cluster, |o| o.cluster) {
+            Ok(i) => i,
+            Err(i) => {
+                self.0.insert(i, Other { cluster, ..Other::default() });
+                i
+            }
+        };
+        &mut self.0[i]
+    }
+
+    /// Clocks of a slot of a cluster: all, seen by copy engines, seen by readers of tensor maps.
+    pub(crate) fn get(&self, cluster: u32, slot: u32) -> (u32, u32, u32) {
+        match self.0.binary_search_by_key(&cluster, |o| o.cluster) {
+            Ok(i) => (self.0[i].all.get(slot), self.0[i].device.get(slot), self.0[i].mapped.get(slot)),
+            Err(_) => (0, 0, 0),
+        }
+    }
+
+    pub(crate) fn join(&mut self, other: &Foreign) {
+        for o in &other.0 {
+            let e = self.entry(o.cluster);
+            e.all.join(&o.all);
+            e.device.join(&o.device);
+            e.mapped.join(&o.mapped);
+        }
+    }
+
+    /// Adds what an agent of `cluster` knows of its own.
+    pub(crate) fn add(&mut self, cluster: u32, know: &Knowledge) {
+        let e = self.entry(cluster);
+        e.all.join(&know.all);
+        e.device.join(&know.device);
+        e.mapped.join(&know.mapped);
+    }
+}
+
+/// What an agent knows: everything that happened before, and the parts of it that proxy fences made visible to the
 /// asynchronous proxy.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Knowledge {
     /// Happened before.
     pub all: VClock,
-    /// Happened before, and a proxy fence stands in between.
+    /// Happened before, and a proxy fence for shared memory stands in between.
     pub fenced: VClock,
+    /// The same for device memory.
+    pub device: VClock,
+    /// The same for tensor maps.
+    pub mapped: VClock,
+    /// Of other clusters.
+    pub foreign: Foreign,
 }
 
 impl Knowledge {
     pub(crate) fn join(&mut self, other: &Knowledge) {
         self.all.join(&other.all);
         self.fenced.join(&other.fenced);
+        self.device.join(&other.device);
+        self.mapped.join(&other.mapped);
+        self.foreign.join(&other.foreign);
     }
 
     pub(crate) fn clear(&mut self) {
         self.all.clear();
         self.fenced.clear();
+        self.device.clear();
+        self.mapped.clear();
+        self.foreign.0.clear();
+    }
+
+    /// Learns what was released in device memory; of that, what concerns the own cluster becomes its own knowledge.
+    pub(crate) fn acquire(&mut self, released: &Foreign, cluster: u32) {
+        self.foreign.join(released);
+        if let Ok(i) = self.foreign.0.binary_search_by_key(&cluster, |o| o.cluster) {
+            let own = self.foreign.0.remove(i);
+            self.all.join(&own.all);
+            self.device.join(&own.device);
+            self.mapped.join(&own.mapped);
+        }
+    }
+
+    /// A proxy fence over shared memory.
+    pub(crate) fn fence_shared(&mut self) {
+        self.fenced.join(&self.all);
+    }
+
+    /// A proxy fence over device memory.
+    pub(crate) fn fence_device(&mut self) {
+        self.device.join(&self.all);
+        for o in &mut self.foreign.0 {
+            o.device.join(&o.all);
+        }
+    }
+
+    /// An acquiring fence of the tensor map proxy.
+    pub(crate) fn fence_maps(&mut self) {
+        self.mapped.join(&self.all);
+        for o in &mut self.foreign.0 {
+            o.mapped.join(&o.all);
+        }
     }
 }

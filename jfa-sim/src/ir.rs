@@ -1,6 +1,7 @@
 //! The instruction form that the executor runs: registers are numbers, labels are indices, modifiers are fields.
 
 use crate::alu::{Cmp, Cvt, F1, F2, F3};
+use crate::order::Strength;
 use crate::ptx::Space;
 
 /// A source operand.
@@ -245,8 +246,11 @@ pub enum BarKind {
 /// Fences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fence {
-    /// `fence.acq_rel`, `fence.sc`, `membar`: orders the generic proxy.
-    Memory,
+    /// `fence.acq_rel`, `fence.sc`, `membar`: orders the generic proxy, beyond the CTA or within it.
+    Memory {
+        /// Scope of the cluster or wider.
+        wide: bool,
+    },
     /// `fence.proxy.async` over shared and global memory (or one of them).
     ProxyAsync {
         /// Covers shared memory.
@@ -257,7 +261,10 @@ pub enum Fence {
     /// `fence.mbarrier_init`.
     MbarrierInit,
     /// `fence.proxy.tensormap`.
-    ProxyTensormap,
+    ProxyTensormap {
+        /// The acquiring form.
+        acquire: bool,
+    },
     /// A fence with no effect on anything the simulator models.
     Other,
 }
@@ -832,8 +839,8 @@ pub enum Op {
         signed: bool,
         /// Address.
         addr: Addr,
-        /// Acquires, or is volatile.
-        strong: bool,
+        /// How it orders.
+        strength: Strength,
     },
     /// Store.
     St {
@@ -845,8 +852,8 @@ pub enum Op {
         bytes: u8,
         /// Address.
         addr: Addr,
-        /// Releases, or is volatile.
-        strong: bool,
+        /// How it orders.
+        strength: Strength,
     },
     /// `atom` (with destinations) and `red`.
     Atom {
@@ -862,6 +869,8 @@ pub enum Op {
         b: Box<[Src]>,
         /// Third operand of `cas`.
         c: Src,
+        /// How it orders.
+        strength: Strength,
     },
     /// `shfl.sync`.
     Shfl {

@@ -6,6 +6,7 @@ use crate::findings::{Collector, Finding};
 use crate::ir::Kernel;
 use crate::lower;
 use crate::memory::{DeviceMemory, INIT};
+use crate::order::Order;
 use crate::ptx::{self, Ast, PtxError, Space};
 use crate::tensor_map::TensorMap;
 use std::collections::BTreeMap;
@@ -169,6 +170,11 @@ impl ParamValue {
     /// Raw bytes.
     pub fn bytes(b: &[u8]) -> ParamValue {
         ParamValue(b.to_vec())
+    }
+
+    /// Its bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
     }
 }
 
@@ -386,6 +392,7 @@ impl Machine {
             clusters: per,
             findings: Mutex::new(Collector::default()),
             activity: AtomicU64::new(0),
+            order: Order::new(),
             blackwell: self.arch == Arch::Sm100,
         };
         let workers = match self.cfg.threads {
@@ -394,7 +401,7 @@ impl Machine {
         };
         let counters = exec::run_all(&l, workers.min(per.min(1 << 16) as usize));
         let findings = l.findings.into_inner().expect("no holder panics").into_sorted();
-        self.mem.clear_pending();
+        self.mem.settle();
         Ok(Report { findings, counters, seconds: start.elapsed().as_secs_f64() })
     }
 }

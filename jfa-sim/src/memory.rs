@@ -19,7 +19,14 @@ pub(crate) struct Alloc {
     size: u64,
     words: Box<[UnsafeCell<u64>]>,
     shadow: Box<[AtomicU8]>,
+    /// What this launch did to it: [`WRITTEN`] by threads, [`STORING`] by copies.
+    used: AtomicU8,
 }
+
+/// Threads of the launch wrote to the allocation.
+const WRITTEN: u8 = 1;
+/// Copies of the launch are to write to it.
+const STORING: u8 = 2;
 
 // SAFETY: `words` is only accessed through atomic operations (see the methods of `Alloc`).
 unsafe impl Sync for Alloc {}
@@ -29,6 +36,18 @@ unsafe impl Send for Alloc {}
 impl Alloc {
     pub(crate) fn base(&self) -> u64 {
         self.base
+    }
+
+    /// Threads of this launch wrote here.
+    #[inline]
+    pub(crate) fn is_written(&self) -> bool {
+        self.used.load(Ordering::Relaxed) & WRITTEN != 0
+    }
+
+    pub(crate) fn set_written(&self) {
+        if !self.is_written() {
+            self.used.fetch_or(WRITTEN, Ordering::Relaxed);
+        }
     }
 
     fn ptr(&self, off: usize) -> *mut u8 {
@@ -129,6 +148,9 @@ impl Alloc {
 
     /// Sets `set` and clears `clear` in the shadow of the range.
     pub(crate) fn mark(&self, off: usize, len: usize, set: u8, clear: u8) {
+        if set & PENDING != 0 {
+            self.used.fetch_or(STORING, Ordering::Relaxed);
+        }
         for s in &self.shadow[off..off + len] {
             let v = s.load(Ordering::Relaxed);
             let n = (v & !clear) | set;
@@ -153,7 +175,7 @@ impl DeviceMemory {
         let words = (0..size.div_ceil(8)).map(|_| UnsafeCell::new(0xcdcd_cdcd_cdcd_cdcd)).collect();
         let shadow = (0..size).map(|_| AtomicU8::new(0)).collect();
         // Addresses only grow, so the list stays sorted.
-        self.allocs.push(Alloc { base, size, words, shadow });
+        self.allocs.push(Alloc { base, size, words, shadow, used: AtomicU8::new(0) });
         base
     }
 
@@ -194,9 +216,12 @@ impl DeviceMemory {
         }
     }
 
-    pub(crate) fn clear_pending(&self) {
+    /// A launch ended: nothing is on its way any more, and what follows is ordered after it.
+    pub(crate) fn settle(&self) {
         for a in &self.allocs {
-            a.mark(0, a.size as usize, 0, PENDING);
+            if a.used.swap(0, Ordering::Relaxed) & STORING != 0 {
+                a.mark(0, a.size as usize, 0, PENDING);
+            }
         }
     }
 }

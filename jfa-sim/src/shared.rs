@@ -28,7 +28,12 @@ struct Grain {
     r_mask: u8,
     /// Bytes ever written.
     init: u8,
+    /// Lane of the last write, or [`LANES`] for several.
+    w_lane: u8,
 }
+
+/// More than one lane.
+const LANES: u8 = 0xff;
 
 /// A cheap hash for keys that are made here.
 #[derive(Default)]
@@ -100,6 +105,8 @@ pub(crate) enum Wrong {
     Unordered { slot: u32, was_write: bool },
     /// Not fenced between the proxies.
     Proxy,
+    /// Of another lane of the warp, without `bar.warp.sync` (or a barrier) in between.
+    SameWarp { lane: u8 },
     /// The bytes of an mbarrier.
     Barrier,
 }
@@ -109,6 +116,8 @@ pub(crate) struct Access<'a> {
     /// Slot and clock that the shadow remembers.
     pub slot: u32,
     pub clock: u32,
+    /// Lane of the thread.
+    pub lane: u8,
     pub know: &'a Knowledge,
     /// Through the asynchronous proxy.
     pub is_async: bool,
@@ -143,7 +152,7 @@ impl Shared {
             return None;
         }
         if g.flags & IN_FLIGHT != 0 {
-            return Some(Wrong::InFlight);
+            return if a.atomic && g.flags & ATOMIC != 0 { None } else { Some(Wrong::InFlight) };
         }
         let slot = u32::from(g.w_slot);
         if a.know.all.get(slot) < g.w_clock {
@@ -151,6 +160,10 @@ impl Shared {
                 return None;
             }
             return Some(Wrong::Unordered { slot, was_write: true });
+        }
+        let mine = slot == a.slot && g.w_clock == a.clock && g.flags & (GENERIC | ATOMIC) == GENERIC;
+        if mine && !a.is_async && !a.atomic && g.w_lane != LANES && g.w_lane != a.lane {
+            return Some(Wrong::SameWarp { lane: g.w_lane });
         }
         if a.is_async && g.flags & GENERIC != 0 && a.know.fenced.get(slot) < g.w_clock {
             return Some(Wrong::Proxy);
@@ -248,7 +261,8 @@ impl Shared {
         None
     }
 
-    fn note(&mut self, off: usize, len: usize, slot: u32, clock: u32, flags: u8, init: bool) {
+    #[expect(clippy::too_many_arguments, reason = "the fields of an entry")]
+    fn note(&mut self, off: usize, len: usize, slot: u32, clock: u32, lane: u8, flags: u8, init: bool) {
         if !self.checks {
             return;
         }
@@ -257,6 +271,7 @@ impl Shared {
             let g = &mut self.shadow[i];
             // A write to other bytes of the entry by the same agent at the same time adds to what it covers.
             let same = g.w_slot == slot as u16 && g.w_clock == clock && g.flags == flags;
+            g.w_lane = if same && g.w_mask & !m != 0 && g.w_lane != lane { LANES } else { lane };
             g.w_mask = if same { g.w_mask | m } else { m };
             (g.w_slot, g.w_clock, g.flags) = (slot as u16, clock, flags);
             if init {
@@ -272,22 +287,27 @@ impl Shared {
     /// Notes a write.
     pub(crate) fn note_write(&mut self, off: usize, len: usize, a: &Access<'_>) {
         let flags = if a.is_async { 0 } else { GENERIC } | if a.atomic { ATOMIC } else { 0 };
-        self.note(off, len, a.slot, a.clock, flags, true);
+        self.note(off, len, a.slot, a.clock, a.lane, flags, true);
     }
 
-    /// An asynchronous write of these bytes is on its way.
-    pub(crate) fn begin_async(&mut self, off: usize, len: usize, op: u32) {
-        self.note(off, len, 0xffff, op, IN_FLIGHT, false);
+    /// An asynchronous write of these bytes, or a reduction into them, is on its way.
+    pub(crate) fn begin_async(&mut self, off: usize, len: usize, op: u32, reduces: bool) {
+        self.note(off, len, 0xffff, op, LANES, IN_FLIGHT | if reduces { ATOMIC } else { 0 }, false);
     }
 
     /// It arrived, and is ordered before whoever observes `clock` of `slot`.
     pub(crate) fn end_async(&mut self, off: usize, len: usize, slot: u32, clock: u32) {
-        self.note(off, len, slot, clock, 0, true);
+        self.note(off, len, slot, clock, LANES, 0, true);
     }
 
     /// As [`Shared::end_async`], for a copy of the generic proxy (`cp.async`).
     pub(crate) fn end_generic(&mut self, off: usize, len: usize, slot: u32, clock: u32) {
-        self.note(off, len, slot, clock, GENERIC, true);
+        self.note(off, len, slot, clock, LANES, GENERIC, true);
+    }
+
+    /// As the two above, for a reduction.
+    pub(crate) fn end_reduction(&mut self, off: usize, len: usize, slot: u32, clock: u32, generic: bool) {
+        self.note(off, len, slot, clock, LANES, ATOMIC | if generic { GENERIC } else { 0 }, true);
     }
 
     /// These bytes are an mbarrier, or no longer one.
@@ -306,7 +326,7 @@ mod tests {
     use super::*;
 
     fn at(slot: u32, clock: u32, know: &Knowledge) -> Access<'_> {
-        Access { slot, clock, know, is_async: false, atomic: false }
+        Access { slot, clock, lane: 0, know, is_async: false, atomic: false }
     }
 
     #[test]
@@ -344,11 +364,11 @@ mod tests {
         let mut k = Knowledge::default();
         k.all.set(0, 1);
         s.note_write(0, 16, &at(0, 1, &k));
-        let a = Access { slot: 3, clock: 1, know: &k, is_async: true, atomic: false };
+        let a = Access { slot: 3, clock: 1, lane: 0, know: &k, is_async: true, atomic: false };
         assert_eq!(s.note_read(0, 16, &a, &mut r).0, Some((0, Wrong::Proxy)));
         let mut k2 = k.clone();
         k2.fenced.join(&k.all);
-        let a = Access { slot: 3, clock: 1, know: &k2, is_async: true, atomic: false };
+        let a = Access { slot: 3, clock: 1, lane: 0, know: &k2, is_async: true, atomic: false };
         assert_eq!(s.note_read(0, 16, &a, &mut r).0, None);
     }
 }

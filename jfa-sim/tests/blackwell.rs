@@ -144,6 +144,68 @@ fn tensor_memory_faults_are_found() {
 }
 
 #[test]
+fn copies_to_tensor_memory() {
+    let run = |name: &str, seed: u64| {
+        let mut gpu =
+            Machine::new(Arch::Sm100, Config { seed, threads: 1, spin_limit: 5_000_000, ..Config::default() });
+        let p = gpu.load(&Module::parse(HAND).unwrap()).unwrap();
+        let out = poisoned(&mut gpu, 2048);
+        let r = gpu.launch(&p, name, shape([1, 1, 1], 128, 1, 0), &[out.into()]).unwrap();
+        (r, words(&gpu, out, 512))
+    };
+    for seed in 0..4 {
+        let (r, got) = run("cp_good", seed);
+        clean(&r);
+        // Lane l of every warp has row l, the words of which are 5 (4 l + c).
+        assert!(got.iter().enumerate().all(|(i, v)| *v as usize == 5 * (i % 128)), "{got:?}");
+        for (name, kind) in [
+            ("cp_proxy_bad", Kind::MissingProxyFence),
+            ("cp_wait_bad", Kind::TensorOrder),
+            ("cp_columns_bad", Kind::TensorMemory),
+        ] {
+            let (r, _) = run(name, seed);
+            assert!(r.findings.iter().any(|f| f.kind == kind && f.line > 0), "{name}: {:?}", r.findings);
+        }
+    }
+}
+
+#[test]
+fn products_in_tf32() {
+    let mut random = Random::new(11);
+    let mut values = |n: usize| -> Vec<f32> { (0..n).map(|_| random.normal()).collect() };
+    let (a, b) = (values(128 * 8), values(16 * 8));
+    let run = |name: &str, seed: u64| {
+        let mut gpu =
+            Machine::new(Arch::Sm100, Config { seed, threads: 1, spin_limit: 5_000_000, ..Config::default() });
+        let p = gpu.load(&Module::parse(HAND).unwrap()).unwrap();
+        let mut upload = |v: &[f32]| {
+            let at = gpu.alloc(4 * v.len());
+            gpu.write(at, &v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+            at
+        };
+        let (da, db) = (upload(&a), upload(&b));
+        let out = poisoned(&mut gpu, 128 * 16 * 4);
+        let r = gpu.launch(&p, name, shape([1, 1, 1], 128, 1, 0), &[da.into(), db.into(), out.into()]).unwrap();
+        (r, floats(&gpu, out, 128 * 16))
+    };
+    let short = |x: f32| f64::from(f32::from_bits(x.to_bits() & 0xffff_e000));
+    let want = |i: usize| (0..8).map(|k| short(a[i / 16 * 8 + k]) * short(b[i % 16 * 8 + k])).sum::<f64>();
+    for seed in 0..4 {
+        let (r, got) = run("tf32_good", seed);
+        clean(&r);
+        close(&got, want, 1e-6, "d");
+        for (name, kind) in [
+            ("tf32_wait_bad", Kind::TensorOrder),
+            ("tf32_types_bad", Kind::BadOperand),
+            ("tf32_proxy_bad", Kind::MissingProxyFence),
+        ] {
+            let (r, _) = run(name, seed);
+            assert!(r.findings.iter().any(|f| f.kind == kind && f.line > 0), "{name}: {:?}", r.findings);
+        }
+    }
+}
+
+#[test]
 fn clusters_that_were_taken_over_run_once() {
     for threads in [1, 2] {
         let cfg = Config { threads, spin_limit: 5_000_000, ..Config::default() };

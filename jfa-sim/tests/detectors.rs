@@ -1,6 +1,8 @@
 //! Every detector: a kernel with exactly one fault is reported, and its repaired twin is not.
 
-use jfa_sim::{Arch, Config, Kind, LaunchConfig, Machine, Module, ParamValue, Program, Report};
+use jfa_sim::{
+    Arch, Config, DataType, Kind, LaunchConfig, Machine, Module, ParamValue, Program, Report, Swizzle, TensorMap,
+};
 use std::sync::OnceLock;
 
 const PTX: &str = include_str!("kernels/detectors.sm_90a.ptx");
@@ -134,6 +136,66 @@ fn proxy_fences() {
     twin("proxy_fence", Kind::MissingProxyFence, &out_only(64, 64));
     twin("init_fence", Kind::MissingProxyFence, &in_out(64, 64));
     pair("wgmma_proxy_bad", "wgmma_good", Kind::MissingProxyFence, &out_only(128, 1024));
+}
+
+/// Two CTAs that talk through `(data, flag, out)`.
+fn two_ctas(m: &mut Machine) -> (LaunchConfig, Vec<ParamValue>) {
+    let (data, flag, out) = (ints(m, 64), ints(m, 1), ints(m, 64));
+    (LaunchConfig { grid: [2, 1, 1], ..shape(64, 0) }, vec![data.into(), flag.into(), out.into()])
+}
+
+/// A map of 64 integers in a row.
+fn map_of(at: u64) -> TensorMap {
+    TensorMap::tiled(DataType::I32, at, &[64, 1], &[256], &[64, 1], Swizzle::None).unwrap()
+}
+
+#[test]
+fn device_memory_and_the_proxies() {
+    twin("global_proxy", Kind::MissingProxyFence, &in_out(64, 64));
+    twin("tensor_proxy", Kind::MissingProxyFence, &|m| {
+        let (scratch, out) = (ints(m, 64), ints(m, 64));
+        (shape(64, 0), vec![(&map_of(scratch)).into(), scratch.into(), out.into()])
+    });
+    twin("map_replace", Kind::MissingProxyFence, &|m| {
+        let (input, other, out) = (ints(m, 64), ints(m, 64), ints(m, 64));
+        let map = m.alloc(128);
+        m.write(map, &[0; 128]).unwrap();
+        (shape(32, 0), vec![(&map_of(other)).into(), map.into(), input.into(), out.into()])
+    });
+}
+
+#[test]
+fn races_in_device_memory() {
+    twin("hand_over", Kind::Race, &two_ctas);
+    twin("take_over", Kind::Race, &two_ctas);
+    twin("device_exchange", Kind::Race, &in_out(64, 64));
+    twin("same_place", Kind::Race, &|m| {
+        let out = ints(m, 128);
+        (LaunchConfig { grid: [2, 1, 1], ..shape(64, 0) }, vec![out.into()])
+    });
+}
+
+#[test]
+fn races_within_a_warp() {
+    twin("warp_exchange", Kind::Race, &out_only(32, 32));
+}
+
+#[test]
+fn asynchronous_reductions_used_early() {
+    let setup = |m: &mut Machine| {
+        let out = ints(m, 32);
+        let cfg = LaunchConfig { grid: [2, 1, 1], cluster: [2, 1, 1], ..shape(32, 0) };
+        (cfg, vec![out.into()])
+    };
+    twin("red_async", Kind::UseBeforeCompletion, &setup);
+    let (mut m, p) = machine(3);
+    let (cfg, params) = setup(&mut m);
+    m.launch(&p, "red_async_good", cfg, &params).unwrap();
+    let mut out = [0; 128];
+    m.read(u64::from_le_bytes(params[0].as_bytes().try_into().unwrap()), &mut out).unwrap();
+    for (i, v) in out.chunks(4).enumerate() {
+        assert_eq!(u32::from_le_bytes(v.try_into().unwrap()), 100 + 3 * i as u32);
+    }
 }
 
 #[test]

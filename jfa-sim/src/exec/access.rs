@@ -5,6 +5,7 @@ use super::{Cluster, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW};
 use crate::findings::Kind;
 use crate::lower::RESERVED_SHARED;
 use crate::memory::{Alloc, INIT, PENDING};
+use crate::order::{Agent, Early, Reader, Strength};
 use crate::ptx::Space;
 use crate::shared::{Access, Wrong};
 
@@ -120,6 +121,10 @@ impl<'a> Cluster<'a> {
         match loc {
             Loc::Global(a, off) => {
                 a.read(off, out);
+                if a.is_written() {
+                    let by = Reader::Thread { strong: self.strength != Strength::Weak };
+                    self.check_device_read(w, lane, a.base() + off as u64, out.len(), by);
+                }
                 let (and, or) = a.shadow(off, out.len());
                 if or & PENDING != 0 {
                     self.report(
@@ -186,6 +191,13 @@ impl<'a> Cluster<'a> {
         self.progress += 1;
         match loc {
             Loc::Global(a, off) => {
+                if self.l.cfg.detect {
+                    let mut old = [0u8; 128];
+                    let old = &mut old[..data.len()];
+                    a.read(off, old);
+                    let strong = self.strength != Strength::Weak;
+                    self.note_device_write(w, lane, a, off, data.len(), strong, old == data);
+                }
                 a.write(off, data);
                 self.note_global_write(w, lane, a, off, data.len());
                 self.counters.global_written += data.len() as u64;
@@ -203,6 +215,88 @@ impl<'a> Cluster<'a> {
                 }
             }
             Loc::Param(_) => self.report(w, lane, Kind::OutOfBounds, None, "a write to kernel parameters".into()),
+        }
+    }
+
+    /// Checks the order of a read of device memory against writes of threads in this launch.
+    pub(crate) fn check_device_read(&mut self, w: &Warp, lane: u32, addr: u64, len: usize, by: Reader) {
+        if !self.l.cfg.detect || len == 0 {
+            return;
+        }
+        let agent = Agent { cluster: self.number, slot: w.index as u32, know: &w.know };
+        if let Some((at, early)) = self.l.order.read(addr, len, &agent, by) {
+            let verb = if by == Reader::Copy { "asynchronous read" } else { "read" };
+            self.report_early(w, lane, at, early, verb);
+        }
+    }
+
+    /// Checks and notes a write of a thread to device memory.
+    #[expect(clippy::too_many_arguments, reason = "the parts of one access")]
+    pub(crate) fn note_device_write(
+        &mut self,
+        w: &Warp,
+        lane: u32,
+        a: &Alloc,
+        off: usize,
+        len: usize,
+        strong: bool,
+        same: bool,
+    ) {
+        if !self.l.cfg.detect {
+            return;
+        }
+        a.set_written();
+        let agent = Agent { cluster: self.number, slot: w.index as u32, know: &w.know };
+        let addr = a.base() + off as u64;
+        if let Some((at, early)) = self.l.order.write(addr, len, &agent, w.clock(), strong, same) {
+            self.report_early(w, lane, at, early, "write");
+        }
+    }
+
+    fn report_early(&self, w: &Warp, lane: u32, at: u64, early: Early, verb: &str) {
+        let (kind, message) = match early {
+            Early::Unordered { cluster, slot } => {
+                let size = self.ctas.len() as u32;
+                let rank = slot / (self.warps.len() as u32 / size);
+                let warp = slot % (self.warps.len() as u32 / size);
+                let cta = self.l.cta_of(u64::from(cluster), rank);
+                let how = if cluster == self.number { "barrier" } else { "release and acquire" };
+                let who = format!("the write by warp {warp} of CTA {cta:?}");
+                (Kind::Race, format!("{verb} of device memory is not ordered after {who} (a {how} is missing)"))
+            }
+            Early::Proxy => (
+                Kind::MissingProxyFence,
+                format!("{verb} of device memory that threads wrote without fence.proxy.async in between"),
+            ),
+            Early::Map => (
+                Kind::MissingProxyFence,
+                "a tensor map that threads changed, without an acquiring fence.proxy.tensormap in between".into(),
+            ),
+        };
+        self.report(w, lane, kind, Some(at), message);
+    }
+
+    /// What a strong load or an atomic learns from what was released at `addr`.
+    pub(crate) fn acquire_device(&mut self, w: &mut Warp, addr: u64, strength: Strength) {
+        if let (true, Some(released)) = (self.l.cfg.detect, self.l.order.released(addr)) {
+            if strength.acquires() {
+                w.know.acquire(&released, self.number);
+            } else {
+                w.observed.join(&released);
+            }
+        }
+    }
+
+    /// What a strong store or an atomic at `addr` shows to others.
+    pub(crate) fn release_device(&mut self, w: &mut Warp, addr: u64, strength: Strength) {
+        if !self.l.cfg.detect {
+            return;
+        }
+        if strength.releases() {
+            self.l.order.release(addr, self.number, &w.know);
+            w.advance();
+        } else if let Some(know) = &w.released {
+            self.l.order.release(addr, self.number, know);
         }
     }
 
@@ -236,7 +330,7 @@ impl<'a> Cluster<'a> {
         is_async: bool,
         atomic: bool,
     ) -> Option<usize> {
-        let a = Access { slot, clock, know: &w.know, is_async, atomic };
+        let a = Access { slot, clock, lane: lane as u8, know: &w.know, is_async, atomic };
         let (wrong, unwritten) = self.ctas[cta].smem.note_read(off, len, &a, &mut self.readers);
         if let Some((at, wrong)) = wrong {
             self.report_wrong(w, lane, cta, at, wrong, "read", is_async);
@@ -262,22 +356,43 @@ impl<'a> Cluster<'a> {
         atomic: bool,
         same: bool,
     ) {
-        let a = Access { slot: w.index as u32, clock: w.clock(), know: &w.know, is_async: false, atomic };
+        let a =
+            Access { slot: w.index as u32, clock: w.clock(), lane: lane as u8, know: &w.know, is_async: false, atomic };
         let s = &mut self.ctas[cta].smem;
         let wrong = s.check_write(off, len, &a, &self.readers);
         s.note_write(off, len, &a);
         let warps = self.warps.len() as u32;
         if let Some((at, wrong)) = wrong {
-            if same && matches!(wrong, Wrong::Unordered { slot, was_write: true } if slot < warps) {
+            let writers = matches!(wrong, Wrong::Unordered { slot, was_write: true } if slot < warps)
+                || matches!(wrong, Wrong::SameWarp { .. });
+            if same && writers {
                 return;
             }
             self.report_wrong(w, lane, cta, at, wrong, "write", false);
         }
     }
 
-    /// Checks that asynchronous work of `w` may write shared memory, without noting anything.
-    pub(crate) fn check_async_write(&mut self, w: &Warp, lane: u32, cta: usize, off: usize, len: usize) {
-        let a = Access { slot: w.index as u32, clock: w.clock(), know: &w.know, is_async: true, atomic: false };
+    /// Checks that asynchronous work of `w`, through the asynchronous proxy if `is_async`, may write shared memory, without
+    /// noting anything.
+    #[expect(clippy::too_many_arguments, reason = "the parts of one access")]
+    pub(crate) fn check_async_write(
+        &mut self,
+        w: &Warp,
+        lane: u32,
+        cta: usize,
+        off: usize,
+        len: usize,
+        is_async: bool,
+        reduces: bool,
+    ) {
+        let a = Access {
+            slot: w.index as u32,
+            clock: w.clock(),
+            lane: lane as u8,
+            know: &w.know,
+            is_async,
+            atomic: reduces,
+        };
         if let Some((at, wrong)) = self.ctas[cta].smem.check_write(off, len, &a, &self.readers) {
             self.report_wrong(w, lane, cta, at, wrong, "write", true);
         }
@@ -323,6 +438,12 @@ impl<'a> Cluster<'a> {
                 addr,
                 format!("{by}{verb} of shared memory that threads wrote without fence.proxy.async in between"),
             ),
+            Wrong::SameWarp { lane: other } => {
+                let message = format!(
+                    "{verb} of shared memory that lane {other} of the same warp wrote, without bar.warp.sync in between"
+                );
+                self.report(w, lane, Kind::Race, addr, message);
+            }
             Wrong::Barrier => {
                 self.report(w, lane, Kind::Mbarrier, addr, format!("{by}{verb} of the bytes of an mbarrier as data"));
             }

@@ -7,6 +7,7 @@ use crate::atomics;
 use crate::findings::{Kind, Place};
 use crate::ir::{Addr, AtomFn, Copy, RedOp, Src};
 use crate::memory::{INIT, PENDING};
+use crate::order::Reader;
 use crate::ptx::{Space, Ty};
 use crate::shared::Access;
 use crate::tensor_map::{Swizzle, TensorMap};
@@ -213,7 +214,12 @@ impl<'a> Cluster<'a> {
         let loc = self.resolve(w, lane, Space::Generic, addr, 128, 64)?;
         let mut b = [0u8; 128];
         match loc {
-            Loc::Global(a, off) => a.read(off, &mut b),
+            Loc::Global(a, off) => {
+                a.read(off, &mut b);
+                if a.is_written() {
+                    self.check_device_read(w, lane, a.base() + off as u64, 128, Reader::Map);
+                }
+            }
             Loc::Param(off) => b.copy_from_slice(&self.l.params[off..off + 128]),
             _ => {
                 self.report(
@@ -264,11 +270,16 @@ impl<'a> Cluster<'a> {
     }
 
     pub(super) fn begin_fill(&mut self, w: &Warp, lane: u32, dst: &[(Spot, Spot)], bytes: usize) {
+        self.begin_write(w, lane, dst, bytes, true, false);
+    }
+
+    /// Asynchronous work is to write these places, through the asynchronous proxy or not.
+    fn begin_write(&mut self, w: &Warp, lane: u32, dst: &[(Spot, Spot)], bytes: usize, is_async: bool, reduces: bool) {
         let id = self.engine.next_id + 1;
         for ((c, off), _) in dst {
             if *off + bytes <= self.ctas[*c].smem.data.len() {
-                self.check_async_write(w, lane, *c, *off, bytes);
-                self.ctas[*c].smem.begin_async(*off, bytes, id);
+                self.check_async_write(w, lane, *c, *off, bytes, is_async, reduces);
+                self.ctas[*c].smem.begin_async(*off, bytes, id, reduces);
             }
         }
     }
@@ -295,12 +306,19 @@ impl<'a> Cluster<'a> {
                         take = n;
                     }
                     let Some(to) = self.spot(w, lane, d, n, n) else { continue };
-                    if take > 0 && self.resolve(w, lane, Space::Global, s, take, n).is_none() {
-                        take = 0;
+                    if take > 0 {
+                        match self.resolve(w, lane, Space::Global, s, take, n) {
+                            Some(Loc::Global(al, _)) if al.is_written() => {
+                                self.check_device_read(w, lane, s, take, Reader::Thread { strong: false });
+                            }
+                            Some(_) => {}
+                            None => take = 0,
+                        }
                     }
                     let a = Access {
                         slot: w.index as u32,
                         clock: w.clock(),
+                        lane: lane as u8,
                         know: &w.know,
                         is_async: false,
                         atomic: false,
@@ -308,7 +326,7 @@ impl<'a> Cluster<'a> {
                     if let Some((at, wrong)) = self.ctas[to.0].smem.check_write(to.1, n, &a, &self.readers) {
                         self.report_wrong(w, lane, to.0, at, wrong, "write", true);
                     }
-                    self.ctas[to.0].smem.begin_async(to.1, n, id);
+                    self.ctas[to.0].smem.begin_async(to.1, n, id, false);
                     copies.push((to, s, take, n));
                 }
                 let group = w.copy_open;
@@ -363,8 +381,9 @@ impl<'a> Cluster<'a> {
                     let (Some(d), Some(b)) = (self.spot(w, lane, d, n, 16), self.bar_spot(w, lane, b)) else {
                         continue;
                     };
-                    if self.resolve(w, lane, Space::Global, s, n, 16).is_none() {
-                        continue;
+                    let Some(Loc::Global(al, _)) = self.resolve(w, lane, Space::Global, s, n, 16) else { continue };
+                    if al.is_written() {
+                        self.check_device_read(w, lane, s, n, Reader::Copy);
                     }
                     let m = multicast.map(|m| self.lane_src(w, m, lane) & 0xffff);
                     let to = self.destinations(w, lane, d, b, m);
@@ -389,9 +408,7 @@ impl<'a> Cluster<'a> {
                     let seq = self.bulk_issue(w, lane);
                     let slot = self.bulk_slot(w.index);
                     self.note_shared_read(w, lane, s.0, s.1, n, slot, seq, true, false);
-                    if red.is_none() {
-                        self.begin_fill(w, lane, &[(d, b)], n);
-                    }
+                    self.begin_write(w, lane, &[(d, b)], n, true, red.is_some());
                     self.enqueue(w, lane, Job::Cluster { src: s, dst: d, bytes: n, bar: b, red });
                 }
             }
@@ -420,6 +437,7 @@ impl<'a> Cluster<'a> {
                         continue;
                     };
                     self.check_swizzle(w, lane, &map, d.1);
+                    self.check_tensor_read(w, lane, &map, &c);
                     let m = multicast.map(|m| self.lane_src(w, m, lane) & 0xffff);
                     let to = self.destinations(w, lane, d, b, m);
                     self.begin_fill(w, lane, &to, n);
@@ -484,14 +502,38 @@ impl<'a> Cluster<'a> {
                     let (Some(d), Some(b)) = (self.spot(w, lane, d, len, len), self.spot(w, lane, b, 8, 8)) else {
                         continue;
                     };
-                    if red.is_none() {
-                        self.begin_fill(w, lane, &[(d, b)], len);
+                    if red.is_some() && !self.ctas[d.0].smem.written(d.1, len) {
+                        let a = self.shared_addr(d.0, d.1);
+                        let what = "a reduction into shared memory that nothing wrote";
+                        self.report(w, lane, Kind::Uninitialised, Some(a), what.into());
                     }
+                    // Reductions of several threads may meet at one place; what was there must be ordered before each.
+                    self.begin_write(w, lane, &[(d, b)], len, false, red.is_some());
                     self.enqueue(w, lane, Job::StoreAsync { dst: d, data, bar: b, red: *red });
                 }
             }
         }
         false
+    }
+
+    /// Checks that what a tensor load will read is ordered after what threads of this launch wrote there.
+    fn check_tensor_read(&mut self, w: &Warp, lane: u32, map: &TensorMap, coords: &[i32; 5]) {
+        if !self.l.cfg.detect {
+            return;
+        }
+        let mem = self.l.mem;
+        let mut hint = self.hint;
+        let mut runs = vec![];
+        map.for_runs(coords, |_, len, a| {
+            if let Some(a) = a
+                && mem.find(a, len, &mut hint).is_some_and(|(al, _)| al.is_written())
+            {
+                runs.push((a, len));
+            }
+        });
+        for (a, len) in runs {
+            self.check_device_read(w, lane, a, len, Reader::Copy);
+        }
     }
 
     fn bulk_size(&mut self, w: &Warp, lane: u32, n: usize) -> bool {
@@ -725,9 +767,9 @@ impl<'a> Cluster<'a> {
             }
             Job::Cluster { src, dst, bytes, bar, red } => {
                 let data = self.ctas[src.0].smem.data[src.1..src.1 + bytes].to_vec();
-                self.combine(dst, &data, red, bar, place);
+                self.combine(dst, &data, red, bar, place, false);
             }
-            Job::StoreAsync { dst, data, bar, red } => self.combine(dst, &data, red, bar, place),
+            Job::StoreAsync { dst, data, bar, red } => self.combine(dst, &data, red, bar, place, true),
             Job::Store { src, to, bytes, data: None, owner } => {
                 let data = Some(self.ctas[src.0].smem.data[src.1..src.1 + bytes].to_vec());
                 if let Some(op) = self.engine.bulk.get_mut(&owner).and_then(|b| b.ops.iter_mut().find(|o| o.id == id)) {
@@ -818,20 +860,34 @@ impl<'a> Cluster<'a> {
                 }
             }
         }
-        let (slot, clock) = match self.ctas[bar.0].mbars.get(&(bar.1 as u32)) {
-            Some(b) => (b.slot, b.phase + 1),
-            None => (0xfffe, 1),
-        };
+        let (slot, clock) = self.completion(bar);
         self.ctas[to.0].smem.end_async(to.1, n, slot, clock);
         self.complete_tx(bar.0, bar.1 as u32, n as u64, Some(place));
     }
 
-    fn combine(&mut self, dst: Spot, data: &[u8], red: Option<AtomFn>, bar: Spot, place: Place) {
+    /// Slot and clock of what completes on the current phase of a barrier.
+    fn completion(&self, bar: Spot) -> (u32, u32) {
+        match self.ctas[bar.0].mbars.get(&(bar.1 as u32)) {
+            Some(b) => (b.slot, b.phase + 1),
+            None => (0xfffe, 1),
+        }
+    }
+
+    /// A store or reduction into shared memory ends, of the asynchronous proxy or of the generic one.
+    fn combine(&mut self, dst: Spot, data: &[u8], red: Option<AtomFn>, bar: Spot, place: Place, generic: bool) {
+        let (slot, clock) = self.completion(bar);
         match red {
-            None => self.fill(dst, data, Swizzle::None, bar, place),
+            None if !generic => self.fill(dst, data, Swizzle::None, bar, place),
+            None => {
+                let s = &mut self.ctas[dst.0].smem;
+                s.data[dst.1..dst.1 + data.len()].copy_from_slice(data);
+                s.end_generic(dst.1, data.len(), slot, clock);
+                self.complete_tx(bar.0, bar.1 as u32, data.len() as u64, Some(place));
+            }
             Some(f) => {
                 let n = usize::from(f.bytes);
                 let s = &mut self.ctas[dst.0].smem;
+                s.end_reduction(dst.1, data.len(), slot, clock, generic);
                 for (k, v) in data.chunks(n).enumerate() {
                     let at = dst.1 + k * n;
                     let mut old = [0u8; 8];

@@ -15,6 +15,7 @@ use crate::ir::Kernel;
 use crate::machine::Config;
 use crate::mbarrier::MBarrier;
 use crate::memory::DeviceMemory;
+use crate::order::{Order, Strength};
 use crate::rng::Rng;
 use crate::shared::{Readers, Shared};
 use engine::Engine;
@@ -50,10 +51,20 @@ pub(crate) struct Launch<'a> {
     pub findings: Mutex<Collector>,
     /// Changes of device memory by any cluster, which tell spinning from progress.
     pub activity: AtomicU64,
+    /// Writes to device memory, and what releases carry.
+    pub order: Order,
     pub blackwell: bool,
 }
 
 impl Launch<'_> {
+    /// Coordinates of the CTA of rank `rank` in cluster `n`.
+    pub(crate) fn cta_of(&self, n: u64, rank: u32) -> [u32; 3] {
+        let first = self.first_cta(n);
+        let c = self.cluster;
+        let at = [rank % c[0], rank / c[0] % c[1], rank / c[0] / c[1]];
+        std::array::from_fn(|d| first[d] + at[d])
+    }
+
     /// Coordinates of the first CTA of cluster `n`.
     fn first_cta(&self, n: u64) -> [u32; 3] {
         let per: [u64; 3] = std::array::from_fn(|d| u64::from(self.grid[d] / self.cluster[d]));
@@ -96,6 +107,10 @@ pub(crate) struct Cta {
 /// A cluster and everything in it.
 pub(crate) struct Cluster<'a> {
     pub l: &'a Launch<'a>,
+    /// Its number in the grid.
+    pub number: u32,
+    /// How the access at hand orders.
+    pub strength: Strength,
     pub ctas: Vec<Cta>,
     pub warps: Vec<Option<Box<Warp>>>,
     pub readers: Readers,
@@ -158,6 +173,8 @@ impl<'a> Cluster<'a> {
         }
         Cluster {
             l,
+            number: n as u32,
+            strength: Strength::Weak,
             ctas,
             warps,
             readers: Readers::default(),

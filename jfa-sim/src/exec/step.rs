@@ -6,6 +6,7 @@ use super::{Cluster, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW};
 use crate::alu::{self, Lanes};
 use crate::findings::Kind;
 use crate::ir::{Addr, Bool, Class, Dst, Inst, NONE, Op, SReg, ShflMode, Src, Tcgen, VoteMode};
+use crate::order::Strength;
 use crate::ptx::Space;
 use crate::tensor_map::TensorMap;
 use std::sync::atomic::Ordering;
@@ -552,19 +553,36 @@ impl<'a> Cluster<'a> {
                 let base = if *generic { SHARED_WINDOW } else { 0 };
                 w.set(*d, mask, &a.map(|v| v.wrapping_sub(base) >> 24 & 0xff));
             }
-            Op::Ld { space, d, bytes, signed, addr, strong } => {
+            Op::Ld { space, d, bytes, signed, addr, strength } => {
                 self.addresses(w, *addr, &mut a);
-                self.load(w, mask, *space, d, usize::from(*bytes), *signed, &a);
-                if *strong {
+                if *strength == Strength::Weak {
+                    self.load(w, mask, *space, d, usize::from(*bytes), *signed, &a);
+                } else {
+                    self.strength = *strength;
+                    self.load(w, mask, *space, d, usize::from(*bytes), *signed, &a);
+                    self.strength = Strength::Weak;
+                    for addr in distinct(mask, &a) {
+                        self.acquire_device(w, addr, *strength);
+                    }
                     return Next::Yield;
                 }
             }
-            Op::St { space, v, bytes, addr, .. } => {
+            Op::St { space, v, bytes, addr, strength } => {
                 self.addresses(w, *addr, &mut a);
-                self.store_lanes(w, mask, *space, v, usize::from(*bytes), &a);
+                if *strength == Strength::Weak {
+                    self.store_lanes(w, mask, *space, v, usize::from(*bytes), &a);
+                } else {
+                    for addr in distinct(mask, &a) {
+                        self.release_device(w, addr, *strength);
+                    }
+                    self.strength = *strength;
+                    self.store_lanes(w, mask, *space, v, usize::from(*bytes), &a);
+                    self.strength = Strength::Weak;
+                }
             }
-            Op::Atom { space, d, f, addr, b: operands, c: third } => {
+            Op::Atom { space, d, f, addr, b: operands, c: third, strength } => {
                 self.addresses(w, *addr, &mut a);
+                self.strength = *strength;
                 let n = usize::from(f.bytes);
                 for lane in (0..32u32).filter(|l| mask >> l & 1 == 1) {
                     let third = self.lane_src(w, *third, lane);
@@ -578,6 +596,7 @@ impl<'a> Cluster<'a> {
                         }
                     }
                 }
+                self.strength = Strength::Weak;
                 return Next::Yield;
             }
             Op::Shfl { mode, d, p, a: s, b: t, c: u, mask: m } => {
@@ -653,6 +672,8 @@ impl<'a> Cluster<'a> {
                 if self.gather(w, members, mask).is_none() {
                     return Next::Retry;
                 }
+                // What lanes wrote before is ordered before what others do from here on.
+                w.advance();
             }
             Op::Bra(t) => {
                 let all = w.frags[w.cur].mask;
@@ -1043,7 +1064,16 @@ impl<'a> Cluster<'a> {
                         "an atomic on device memory that nothing wrote".into(),
                     );
                 }
+                let addr = a.base() + (off + k) as u64;
+                let strength = self.strength;
+                self.release_device(w, addr, strength);
+                self.note_device_write(w, lane, a, off + k, n, true, false);
                 let old = a.update(off + k, n, &f);
+                self.acquire_device(w, addr, strength);
+                if strength == Strength::AcqRel {
+                    // What it acquired travels on with what it releases.
+                    self.release_device(w, addr, strength);
+                }
                 if f(old) != old {
                     self.progress += 1;
                     self.l.activity.fetch_add(1, Ordering::Relaxed);
@@ -1085,6 +1115,14 @@ impl<'a> Cluster<'a> {
             }
         }
     }
+}
+
+/// The addresses of the lanes of `mask`, each once.
+fn distinct(mask: u32, addrs: &Lanes) -> Vec<u64> {
+    let mut v: Vec<u64> = (0..32).filter(|i| mask >> i & 1 == 1).map(|i| addrs[i]).collect();
+    v.sort_unstable();
+    v.dedup();
+    v
 }
 
 fn combine(op: Bool, a: u32, b: u32) -> u32 {

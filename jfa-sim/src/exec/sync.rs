@@ -276,11 +276,32 @@ impl Cluster<'_> {
     }
 
     pub(super) fn fence(&mut self, w: &mut Warp, f: Fence) {
-        if matches!(f, Fence::ProxyAsync { shared: true, .. } | Fence::MbarrierInit) {
-            let all = w.know.all.clone();
-            w.know.fenced.join(&all);
-            // What the warp writes from here on is not covered.
-            w.advance();
+        // What the warp writes from here on is not covered.
+        match f {
+            Fence::ProxyAsync { shared, global } => {
+                if shared {
+                    w.know.fence_shared();
+                }
+                if global {
+                    w.know.fence_device();
+                }
+                w.advance();
+            }
+            Fence::MbarrierInit => {
+                w.know.fence_shared();
+                w.advance();
+            }
+            Fence::ProxyTensormap { acquire: true } => {
+                w.know.fence_maps();
+                w.advance();
+            }
+            Fence::Memory { wide: true } => {
+                let observed = std::mem::take(&mut w.observed);
+                w.know.acquire(&observed, self.number);
+                w.released = Some(Box::new(w.know.clone()));
+                w.advance();
+            }
+            Fence::Memory { wide: false } | Fence::ProxyTensormap { acquire: false } | Fence::Other => {}
         }
     }
 

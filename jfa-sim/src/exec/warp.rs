@@ -3,7 +3,7 @@
 use super::Launch;
 use super::tcgen::TensorView;
 use crate::alu::Lanes;
-use crate::clock::Knowledge;
+use crate::clock::{Foreign, Knowledge};
 use crate::ir::{Dst, NONE};
 use std::collections::VecDeque;
 
@@ -106,6 +106,10 @@ pub(crate) struct Warp {
     pub local: Vec<u8>,
     pub local_init: Vec<bool>,
     pub know: Knowledge,
+    /// What the last fence released, for strong stores and atomics after it.
+    pub released: Option<Box<Knowledge>>,
+    /// What strong loads saw released, for a fence after them.
+    pub observed: Foreign,
     /// Products in flight, oldest first.
     pub products: VecDeque<Product>,
     /// Group that the next product joins, counted from 1.
@@ -177,6 +181,8 @@ impl Warp {
             local: vec![0xcd; k.local_bytes as usize * 32],
             local_init: vec![false; if l.cfg.detect { k.local_bytes as usize * 32 } else { 0 }],
             know,
+            released: None,
+            observed: Foreign::default(),
             products: VecDeque::new(),
             wg_group: 1,
             busy: vec![0; k.regs as usize],

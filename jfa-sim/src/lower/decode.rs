@@ -3,6 +3,7 @@
 use super::{Lower, Res, err};
 use crate::alu::{self, Alu, Cvt};
 use crate::ir::*;
+use crate::order::Strength;
 use crate::ptx::{Operand, RawInst, Space, Ty, TyKind};
 use crate::{atomics, num};
 
@@ -283,9 +284,9 @@ impl Lower<'_> {
                 let ty = self.last_ty(i, parts)?;
                 let (addr, space) = self.mem(i, 1, space_of(parts))?;
                 let d: Box<[Dst]> = self.dsts(i, &ops[0], ty)?.into();
-                let strong = has("volatile") || has("acquire") || has("relaxed");
+                let strength = Strength::of(parts, Strength::Weak);
                 let class = mem_class(space);
-                (Op::Ld { space, d, bytes: ty.bytes().min(8) as u8, signed: ty.is_signed(), addr, strong }, class)
+                (Op::Ld { space, d, bytes: ty.bytes().min(8) as u8, signed: ty.is_signed(), addr, strength }, class)
             }
             "st" if second == "async" => {
                 let ty = self.last_ty(i, parts)?;
@@ -299,9 +300,9 @@ impl Lower<'_> {
                 let ty = self.last_ty(i, parts)?;
                 let (addr, space) = self.mem(i, 0, space_of(parts))?;
                 let v = self.srcs(i, &ops[1], ty)?.into();
-                let strong = has("volatile") || has("release") || has("relaxed");
+                let strength = Strength::of(parts, Strength::Weak);
                 let class = mem_class(space);
-                (Op::St { space, v, bytes: ty.bytes().min(8) as u8, addr, strong }, class)
+                (Op::St { space, v, bytes: ty.bytes().min(8) as u8, addr, strength }, class)
             }
             "red" if second == "async" => {
                 let ty = self.last_ty(i, parts)?;
@@ -320,7 +321,8 @@ impl Lower<'_> {
                 let b: Box<[Src]> = self.srcs(i, &ops[k + 1], ty)?.into();
                 let d: Box<[Dst]> = if ret { self.dsts(i, &ops[0], ty)?.into() } else { [].into() };
                 let c = if has("cas") { self.src(i, ops.get(k + 2).ok_or_else(unknown)?, ty)? } else { Src::Imm(0) };
-                (Op::Atom { space, d, f, addr, b, c }, Class::Atomic)
+                let strength = Strength::of(parts, Strength::Relaxed);
+                (Op::Atom { space, d, f, addr, b, c, strength }, Class::Atomic)
             }
             "prefetch" | "prefetchu" | "applypriority" | "discard" => (Op::Copy(Copy::Prefetch), Class::Other),
             "createpolicy" => {
@@ -394,7 +396,7 @@ impl Lower<'_> {
             "bar" | "barrier" => self.bar(i, parts)?,
             "membar" => match second {
                 "proxy" => return Err(unknown()),
-                _ => (Op::Fence(Fence::Memory), Class::Sync),
+                _ => (Op::Fence(Fence::Memory { wide: second != "cta" }), Class::Sync),
             },
             "fence" => self.fence(i, parts)?,
             "mbarrier" => self.mbarrier(i, parts)?,
@@ -626,11 +628,11 @@ impl Lower<'_> {
                 }
                 Some("async::generic") => Fence::ProxyAsync { shared: true, global: true },
                 Some("alias") => Fence::Other,
-                Some(p) if p.starts_with("tensormap") => Fence::ProxyTensormap,
+                Some(p) if p.starts_with("tensormap") => Fence::ProxyTensormap { acquire: parts.contains(&"acquire") },
                 _ => return Err(err(i, "unknown proxy fence")),
             },
             "mbarrier_init" => Fence::MbarrierInit,
-            "acq_rel" | "sc" | "acquire" | "release" => Fence::Memory,
+            "acq_rel" | "sc" | "acquire" | "release" => Fence::Memory { wide: !parts.contains(&"cta") },
             _ => return Err(err(i, "unknown fence")),
         };
         Ok((Op::Fence(f), Class::Sync))

@@ -370,3 +370,177 @@ DEV void wgmma_operand(float* out) {
     for (int i = 0; i < 8; i++) out[threadIdx.x * 8 + i] = d[i];
 }
 PAIR(wgmma_operand, (float* out), (out))
+
+// A copy engine reads device memory that threads of the same launch wrote, without a proxy fence.
+template <bool Bad>
+DEV void global_proxy(int* scratch, int* out) {
+    __shared__ __align__(128) int buf[64];
+    __shared__ __align__(8) uint64_t bar;
+    scratch[threadIdx.x] = threadIdx.x + 1;
+    if (!Bad) asm volatile("fence.proxy.async.global;" ::: "memory");
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&bar), 1);
+        fence_init();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        mbar_expect(smem(&bar), 256);
+        bulk_load(smem(buf), scratch, 256, smem(&bar));
+    }
+    mbar_wait(smem(&bar), 0);
+    out[threadIdx.x] = buf[threadIdx.x];
+}
+PAIR(global_proxy, (int* scratch, int* out), (scratch, out))
+
+// The same through a tensor map.
+template <bool Bad>
+DEV void tensor_proxy(const TensorMap* map, int* scratch, int* out) {
+    __shared__ __align__(128) int buf[64];
+    __shared__ __align__(8) uint64_t bar;
+    scratch[threadIdx.x] = threadIdx.x + 1;
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&bar), 1);
+        fence_init();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        // After the barrier, the fence of one thread covers what all wrote.
+        if (!Bad) asm volatile("fence.proxy.async;" ::: "memory");
+        mbar_expect(smem(&bar), 256);
+        tma_load_2d(smem(buf), map, smem(&bar), 0, 0);
+    }
+    mbar_wait(smem(&bar), 0);
+    out[threadIdx.x] = buf[threadIdx.x];
+}
+extern "C" __global__ void tensor_proxy_bad(const __grid_constant__ TensorMap map, int* scratch, int* out) { tensor_proxy<true>(&map, scratch, out); }
+extern "C" __global__ void tensor_proxy_good(const __grid_constant__ TensorMap map, int* scratch, int* out) { tensor_proxy<false>(&map, scratch, out); }
+
+// A CTA hands values to another one through device memory; the flag does not release them.
+template <bool Bad>
+DEV void hand_over(int* data, int* flag, int* out) {
+    if (blockIdx.x == 0) {
+        data[threadIdx.x] = threadIdx.x + 1;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            if (!Bad) __threadfence();
+            atomicExch(flag, 1);
+        }
+    } else {
+        if (threadIdx.x == 0) {
+            while (*(volatile int*)flag == 0) {}
+            __threadfence();
+        }
+        __syncthreads();
+        out[threadIdx.x] = data[threadIdx.x];
+    }
+}
+PAIR(hand_over, (int* data, int* flag, int* out), (data, flag, out))
+
+// The same with the reader's fence missing, and with release and acquire in the instructions.
+template <bool Bad>
+DEV void take_over(int* data, int* flag, int* out) {
+    if (blockIdx.x == 0) {
+        data[threadIdx.x] = threadIdx.x + 1;
+        __syncthreads();
+        if (threadIdx.x == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+    } else {
+        if (threadIdx.x == 0) {
+            int v;
+            do {
+                if (Bad) {
+                    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+                } else {
+                    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+                }
+            } while (v == 0);
+        }
+        __syncthreads();
+        out[threadIdx.x] = data[threadIdx.x];
+    }
+}
+PAIR(take_over, (int* data, int* flag, int* out), (data, flag, out))
+
+// Two CTAs write different values to one place.
+template <bool Bad>
+DEV void same_place(int* out) {
+    out[threadIdx.x + (Bad ? 0 : 64 * blockIdx.x)] = blockIdx.x;
+}
+PAIR(same_place, (int* out), (out))
+
+// Warps of a CTA exchange values through device memory, without the barrier.
+template <bool Bad>
+DEV void device_exchange(int* scratch, int* out) {
+    scratch[threadIdx.x] = threadIdx.x;
+    if (!Bad) __syncthreads();
+    out[threadIdx.x] = scratch[(threadIdx.x + 32) & 63];
+}
+PAIR(device_exchange, (int* scratch, int* out), (scratch, out))
+
+// Lanes of one warp exchange values through shared memory, without __syncwarp.
+template <bool Bad>
+DEV void warp_exchange(int* out) {
+    __shared__ volatile int buf[32];
+    buf[threadIdx.x] = threadIdx.x;
+    if (!Bad) __syncwarp();
+    out[threadIdx.x] = buf[threadIdx.x ^ 1];
+}
+PAIR(warp_exchange, (int* out), (out))
+
+// Both CTAs of a cluster add to the memory of the first by red.async, which then reads without waiting.
+template <bool Bad>
+DEV void red_async(int* out) {
+    __shared__ __align__(16) uint32_t sum[32];
+    __shared__ __align__(8) uint64_t bar;
+    sum[threadIdx.x] = 100;
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&bar), 1);
+        fence_init();
+        if (cluster_rank() == 0) mbar_expect(smem(&bar), 2 * 32 * 4);
+    }
+    cluster_arrive();
+    cluster_wait();
+    uint32_t to, at;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(to) : "r"(smem(sum + threadIdx.x)));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(at) : "r"(smem(&bar)));
+    asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(threadIdx.x * (cluster_rank() + 1)), "r"(at)
+                 : "memory");
+    if (cluster_rank() == 0) {
+        if (!Bad) mbar_wait(smem(&bar), 0);
+        out[threadIdx.x] = sum[threadIdx.x];
+        mbar_wait(smem(&bar), 0);
+    }
+    cluster_arrive();
+    cluster_wait();
+}
+PAIR(red_async, (int* out), (out))
+
+// Changes the address of a tensor map, publishes it, and uses it without the acquiring fence.
+template <bool Bad>
+DEV void map_replace(const TensorMap* from, TensorMap* map, const int* in, int* out) {
+    __shared__ __align__(128) TensorMap copy;
+    __shared__ __align__(128) int buf[64];
+    __shared__ __align__(8) uint64_t bar;
+    if (threadIdx.x == 0) {
+        mbar_init(smem(&bar), 1);
+        fence_init();
+    }
+    reinterpret_cast<uint32_t*>(&copy)[threadIdx.x] = reinterpret_cast<const uint32_t*>(from)[threadIdx.x];
+    __syncwarp();
+    if (threadIdx.x == 0)
+        asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(smem(&copy)), "l"(in) : "memory");
+    __syncwarp();
+    asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;" ::"l"(map),
+                 "r"(smem(&copy))
+                 : "memory");
+    if (!Bad) asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+    if (threadIdx.x == 0) {
+        mbar_expect(smem(&bar), 256);
+        tma_load_2d(smem(buf), map, smem(&bar), 0, 0);
+    }
+    __syncwarp();
+    mbar_wait(smem(&bar), 0);
+    out[threadIdx.x] = buf[threadIdx.x];
+}
+extern "C" __global__ void map_replace_bad(const __grid_constant__ TensorMap from, TensorMap* map, const int* in, int* out) { map_replace<true>(&from, map, in, out); }
+extern "C" __global__ void map_replace_good(const __grid_constant__ TensorMap from, TensorMap* map, const int* in, int* out) { map_replace<false>(&from, map, in, out); }
