@@ -3,11 +3,42 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use jfa_core::TensorView;
+use jfa_core::{Error, TensorView};
 use once_cell::sync::OnceCell;
 
 use crate::bundle::{Bundle, KernelInfo, ParameterKind};
-use crate::{DriverError, Gpu, KernelArg, KernelHandle, LaunchShape, Result, Scope};
+use crate::{DriverError, Gpu, ImageKind, KernelArg, KernelHandle, LaunchShape, Result, Scope};
+
+/// What bundles contain, for people: each architecture with the kinds of its kernels, and the widths where a kind has
+/// several, as in `sm_90a (forward 64/128, schedule), sm_100a (schedule; no forward)`.
+pub fn compiled_in(bundles: &[Bundle]) -> String {
+    let of_bundle = |bundle: &Bundle| {
+        let mut kinds: BTreeMap<&str, BTreeSet<i64>> = BTreeMap::new();
+        for k in bundle.kernels() {
+            kinds.entry(k.tag("kind")).or_default().extend(k.tag("head_dim").parse::<i64>());
+        }
+        let lacks = if kinds.contains_key("forward") { "" } else { "; no forward" };
+        let list = kinds.into_iter().filter(|(kind, _)| !kind.is_empty()).map(|(kind, widths)| {
+            let widths: Vec<_> = widths.iter().map(ToString::to_string).collect();
+            if widths.is_empty() { kind.to_owned() } else { format!("{kind} {}", widths.join("/")) }
+        });
+        format!("{} ({}{lacks})", bundle.arch(), list.collect::<Vec<_>>().join(", "))
+    };
+    let names: Vec<_> = bundles.iter().map(of_bundle).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+/// Why a backend has no driver, and what it would run on one (`files`: its bundles).
+pub fn without_driver(e: DriverError, backend: &str, files: &[&'static [u8]]) -> Error {
+    match e.for_backend(backend) {
+        Error::Unavailable { name, reason } => {
+            let bundles = files.iter().filter_map(|file| Bundle::from_static(file).ok());
+            let cubins: Vec<_> = bundles.filter(|b| b.kind() == ImageKind::Cubin).collect();
+            Error::Unavailable { name, reason: format!("{reason}; compiled in: {}", compiled_in(&cubins)) }
+        }
+        e => e,
+    }
+}
 
 /// All kernels of one crate: its bundles (one per architecture) and what has been loaded from them on each device.
 pub struct KernelSet {
@@ -57,23 +88,9 @@ impl KernelSet {
         &self.gpu
     }
 
-    /// What is compiled in, for people: each architecture with the kinds of its kernels, and the widths where a kind has
-    /// several, as in `sm_90a (forward 64/128, schedule), sm_100a (schedule; no forward)`.
+    /// What is compiled in, for people ([`compiled_in`]).
     pub fn compiled_in(&self) -> String {
-        let of_bundle = |bundle: &Bundle| {
-            let mut kinds: BTreeMap<&str, BTreeSet<i64>> = BTreeMap::new();
-            for k in bundle.kernels() {
-                kinds.entry(k.tag("kind")).or_default().extend(k.tag("head_dim").parse::<i64>());
-            }
-            let lacks = if kinds.contains_key("forward") { "" } else { "; no forward" };
-            let list = kinds.into_iter().filter(|(kind, _)| !kind.is_empty()).map(|(kind, widths)| {
-                let widths: Vec<_> = widths.iter().map(ToString::to_string).collect();
-                if widths.is_empty() { kind.to_owned() } else { format!("{kind} {}", widths.join("/")) }
-            });
-            format!("{} ({}{lacks})", bundle.arch(), list.collect::<Vec<_>>().join(", "))
-        };
-        let names: Vec<_> = self.bundles.iter().map(of_bundle).collect();
-        if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+        compiled_in(&self.bundles)
     }
 
     /// The bundle a device runs, or which architectures there are instead.
