@@ -134,6 +134,21 @@ def probabilities(s, scale_log2, lse):
     return tl.math.exp2(tl.minimum(s * scale_log2 - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
+@triton.jit
+def place_in_table(kv_table, place, kv_batch, KEY_ROWS: tl.constexpr):
+    """Place p of the list of all key tiles: sequence c owns the places first_row(c) / KEY_ROWS + c and following, enough for its rows.
+    Returns the last sequence whose places begin at or before p, and the first key."""
+    lo = place * 0
+    hi = kv_batch - 1
+    while lo < hi:
+        middle = (lo + hi + 1) // 2
+        begins = tl.load(kv_table + middle.to(tl.int64) * 4) // KEY_ROWS + middle
+        below = begins <= place
+        lo = tl.where(below, middle, lo)
+        hi = tl.where(below, hi, middle - 1)
+    return lo, (place - tl.load(kv_table + lo.to(tl.int64) * 4) // KEY_ROWS - lo) * KEY_ROWS
+
+
 # ------------------------------------------------------------------------------------------------------------------ small passes
 @triton.jit
 def backward_delta(o, d_o, delta, o_row, o_head, d_o_row, d_o_head, delta_head, heads_q, o_rows, HEAD_DIM: tl.constexpr, GRID_ROWS: tl.constexpr):

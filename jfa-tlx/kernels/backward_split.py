@@ -12,7 +12,7 @@ keys past the end to their zeros, selects only where there is a diagonal, and ta
 import triton
 import triton.language as tl
 
-from backward_common import (ALL, DIAGONALS, NONE, diagonal, key_range, load_delta, load_lse, load_rows, mask_bounds, probabilities, row_range, sequence_fields,
+from backward_common import (ALL, DIAGONALS, NONE, diagonal, key_range, load_delta, load_lse, load_rows, mask_bounds, place_in_table, probabilities, row_range, sequence_fields,
                              store_rows)
 
 
@@ -229,18 +229,3 @@ def backward_dkdv_index(q, k, v, d_o, dk, dv, lse, delta, sequences, kv_table,
                                               kv_head, group, KEY_ROWS, BLOCK_Q, HEAD_DIM, MASK)
     store_rows(dk + kv_head * dk_head + k0.to(tl.int64) * dk_row, dk_row, key, kv_end, dk_acc * scale, KEY_ROWS, HEAD_DIM)
     store_rows(dv + kv_head * dv_head + k0.to(tl.int64) * dv_row, dv_row, key, kv_end, dv_acc, KEY_ROWS, HEAD_DIM)
-
-
-@triton.jit
-def place_in_table(kv_table, place, kv_batch, KEY_ROWS: tl.constexpr):
-    """Place p of the list of all key tiles: sequence c owns the places first_row(c) / KEY_ROWS + c and following, enough for its rows.
-    Returns the last sequence whose places begin at or before p, and the first key."""
-    lo = place * 0
-    hi = kv_batch - 1
-    while lo < hi:
-        middle = (lo + hi + 1) // 2
-        begins = tl.load(kv_table + middle.to(tl.int64) * 4) // KEY_ROWS + middle
-        below = begins <= place
-        lo = tl.where(below, middle, lo)
-        hi = tl.where(below, hi, middle - 1)
-    return lo, (place - tl.load(kv_table + lo.to(tl.int64) * 4) // KEY_ROWS - lo) * KEY_ROWS
