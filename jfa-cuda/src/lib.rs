@@ -13,5 +13,6 @@ mod backend;
 mod kernels;
 pub mod params;
 mod plan;
+mod split;
 
 pub use backend::{BUNDLES, CudaBackend, factory, register};

@@ -11,6 +11,7 @@ use jfa_driver::{DriverError, JaggedMap, KernelArg, KernelSet, Scope, TensorMap}
 
 use crate::kernels::{Wanted, check_promises, choose, map_of};
 use crate::params::{BACKWARD_BLOCK_BYTES, BackwardParams, ForwardParams, MAX_ROWS};
+use crate::split;
 
 /// Query heads packed into the rows of a block are at most 2 to this: beyond, a block would hold fewer than four rows of
 /// a sequence.
@@ -39,12 +40,63 @@ struct Chosen {
 }
 
 /// The kernels of a backward on one device.
-struct ChosenBackward {
+enum ChosenBackward {
+    /// One kernel for all gradients.
+    Whole(WholeBackward),
+    /// One for dq, one for dk and dv.
+    Split(split::Kernels),
+}
+
+impl ChosenBackward {
+    /// Units of its list in the schedule, where it has one.
+    const fn units(&self) -> Option<Units> {
+        match self {
+            ChosenBackward::Whole(b) => Some(b.units),
+            ChosenBackward::Split(_) => None,
+        }
+    }
+
+    /// Tiles, where it is split.
+    const fn tiles(&self) -> Option<split::Tiles> {
+        match self {
+            ChosenBackward::Whole(_) => None,
+            ChosenBackward::Split(b) => Some(b.tiles),
+        }
+    }
+}
+
+/// The backward in one kernel, on one device.
+struct WholeBackward {
     backward: usize,
     reduce: usize,
     /// Maps of q, k, v, o, d_o, dq, dk, dv.
     maps: [JaggedMap; 8],
     units: Units,
+}
+
+/// What a plan's backward needs.
+#[derive(Clone, Copy, Debug)]
+enum BackwardParts {
+    Whole(BackwardLayout),
+    Split(split::Parts),
+}
+
+impl BackwardParts {
+    /// Bytes of the workspace.
+    const fn bytes(&self) -> usize {
+        match self {
+            BackwardParts::Whole(b) => b.bytes,
+            BackwardParts::Split(b) => b.bytes,
+        }
+    }
+
+    /// Bytes behind the schedule.
+    const fn index_bytes(&self) -> usize {
+        match self {
+            BackwardParts::Whole(_) => 0,
+            BackwardParts::Split(b) => b.index_bytes,
+        }
+    }
 }
 
 /// Where the parts of the backward's workspace stand.
@@ -69,7 +121,7 @@ pub(crate) struct CudaPlan {
     packed_log2: u32,
     schedule: Schedule,
     /// Or why there can be none.
-    backward: Result<BackwardLayout>,
+    backward: Result<BackwardParts>,
 }
 
 /// Log2 of the query heads that share the rows of a block. Packing fills tiles of short sequences and loads keys and
@@ -91,15 +143,16 @@ impl CudaPlan {
         let devices = kernels.gpu().devices().len();
         let mut chosen: Vec<_> =
             (0..devices).map(|d| Self::choose(name, kernels, d, variant, problem, packed_log2)).collect();
-        let shape = match chosen.iter().find_map(|c| c.as_ref().ok()) {
-            Some(c) => c.shape,
+        let tiles_of = |c: &Chosen| c.backward.as_ref().ok().and_then(ChosenBackward::tiles);
+        let (shape, tiles) = match chosen.iter().find_map(|c| c.as_ref().ok()) {
+            Some(c) => (c.shape, tiles_of(c)),
             None => match chosen.into_iter().next() {
                 Some(Err(e)) => return Err(e),
                 _ => return Err(Error::Unavailable { name: name.to_owned(), reason: "no device".to_owned() }),
             },
         };
         for (d, c) in chosen.iter_mut().enumerate() {
-            if c.as_ref().is_ok_and(|c| c.shape != shape) {
+            if c.as_ref().is_ok_and(|c| c.shape != shape || tiles_of(c) != tiles) {
                 *c = Err(Error::Unavailable {
                     name: name.to_owned(),
                     reason: format!("device {d} uses other tile shapes than the plan's first device"),
@@ -109,10 +162,13 @@ impl CudaPlan {
 
         let schedule = Schedule::new(name, kernels, problem, shape, validate)?;
         // A backward that cannot be leaves the forward alone.
-        let backward = match (shape.backward, schedule.backward_capacity()) {
-            (Some(b), Ok(_)) => Self::backward_layout(name, kernels, problem, b),
-            (_, Err(e)) => Err(e),
-            (None, _) => Err(Error::Internal("a plan without a backward".to_owned())),
+        let backward = match (shape.backward, tiles, schedule.backward_capacity()) {
+            (Some(b), _, Ok(_)) => Self::backward_layout(name, kernels, problem, b).map(BackwardParts::Whole),
+            (None, Some(tiles), _) => {
+                split::Parts::of(name, kernels, problem, tiles, packed_log2).map(BackwardParts::Split)
+            }
+            (_, _, Err(e)) => Err(e),
+            (None, None, _) => Err(Error::Internal("a plan without a backward".to_owned())),
         };
         let schedule = match &backward {
             Ok(_) => schedule,
@@ -189,7 +245,8 @@ impl CudaPlan {
             tile.rows = rows;
             tile
         })?;
-        let backward = Self::choose_backward(name, set, device, wanted, problem);
+        let forward_rows = constant(info, "unit_rows")?;
+        let backward = Self::choose_backward(name, set, device, wanted, problem, forward_rows, packed_log2);
         Ok(Chosen {
             shared: SharedKernels::of(set, device).map_err(failed)?,
             forward,
@@ -199,11 +256,11 @@ impl CudaPlan {
             o,
             shape: Shape {
                 forward: Units {
-                    rows: constant(info, "unit_rows")? >> packed_log2,
+                    rows: forward_rows >> packed_log2,
                     tile: constant(info, "kv_tile")?,
                     heads: problem.heads_q >> packed_log2,
                 },
-                backward: backward.as_ref().ok().map(|b| b.units),
+                backward: backward.as_ref().ok().and_then(ChosenBackward::units),
                 split: Split::Balanced,
             },
             backward,
@@ -216,12 +273,13 @@ impl CudaPlan {
         device: usize,
         wanted: Wanted,
         problem: &Problem,
+        forward_rows: i32,
+        packed_log2: u32,
     ) -> Result<ChosenBackward> {
-        if problem.uses_kv_index {
-            return Err(Error::Unsupported {
-                asked: problem.to_string(),
-                lacks: format!("'{name}' lacks a backward with kv_index"),
-            });
+        let whole = !problem.uses_kv_index && choose(set, device, Wanted { kind: "backward", ..wanted }).is_ok();
+        if !whole {
+            return split::Kernels::choose(name, set, device, wanted, problem, forward_rows, packed_log2)
+                .map(ChosenBackward::Split);
         }
         let of_kind = |kind| {
             choose(set, device, Wanted { kind, ..wanted }).map_err(|e| Error::Unsupported {
@@ -235,7 +293,7 @@ impl CudaPlan {
         check_promises(info)?;
         check_promises(&kernels[reduce])?;
         let map = |parameter| map_of(info, parameter, |t| t);
-        Ok(ChosenBackward {
+        Ok(ChosenBackward::Whole(WholeBackward {
             backward,
             reduce,
             maps: [map("q")?, map("k")?, map("v")?, map("o")?, map("d_o")?, map("dq")?, map("dk")?, map("dv")?],
@@ -244,7 +302,7 @@ impl CudaPlan {
                 tile: constant(info, "q_tile")?,
                 heads: problem.heads_kv,
             },
-        })
+        }))
     }
 
     fn failed(&self, e: DriverError) -> Error {
@@ -282,6 +340,18 @@ impl CudaPlan {
         map.spec(tensor, view).and_then(|spec| scope.gpu().encode(&spec)).map_err(|e| self.failed(e))
     }
 
+    fn split<'a>(&'a self, kernels: &'a split::Kernels, parts: &'a split::Parts) -> split::Launcher<'a> {
+        split::Launcher {
+            name: &self.name,
+            set: &self.kernels,
+            problem: &self.problem,
+            schedule: &self.schedule,
+            kernels,
+            parts,
+            packed_log2: self.packed_log2,
+        }
+    }
+
     /// A 32-bit value for a kernel, or an error that names it.
     fn i32_of(&self, what: &str, value: i64, most: i64) -> Result<i32> {
         jfa_driver::schedule::i32_of(&self.name, what, value, most)
@@ -291,9 +361,9 @@ impl CudaPlan {
 impl BackendPlan for CudaPlan {
     fn requirements(&self) -> Requirements {
         Requirements {
-            schedule_bytes: self.schedule.bytes(),
+            schedule_bytes: self.schedule.bytes() + self.backward.as_ref().map_or(0, BackwardParts::index_bytes),
             forward_bytes: FORWARD_BYTES,
-            backward_bytes: self.backward.as_ref().map_or(0, |b| b.bytes),
+            backward_bytes: self.backward.as_ref().map_or(0, BackwardParts::bytes),
         }
     }
 
@@ -319,7 +389,14 @@ impl BackendPlan for CudaPlan {
         }
         let (scope, chosen) = self.enter(stream)?;
         // SAFETY: the caller's promise.
-        unsafe { self.schedule.build(&scope, &chosen.shared, layout, schedule) }
+        unsafe { self.schedule.build(&scope, &chosen.shared, layout, schedule)? };
+        if let (Ok(ChosenBackward::Split(kernels)), Ok(BackwardParts::Split(parts))) =
+            (&chosen.backward, &self.backward)
+        {
+            // SAFETY: the caller's promise.
+            unsafe { self.split(kernels, parts).build_index(&scope, layout, schedule)? };
+        }
+        Ok(())
     }
 
     unsafe fn forward(&self, call: &Call, args: &ForwardArgs) -> Result<()> {
@@ -370,8 +447,8 @@ impl BackendPlan for CudaPlan {
 
     unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {
         let (scope, chosen) = self.enter(call.stream)?;
-        let (kernels, workspace) = match (&chosen.backward, &self.backward) {
-            (Ok(kernels), Ok(workspace)) => (kernels, *workspace),
+        let (kernels, parts) = match (&chosen.backward, &self.backward) {
+            (Ok(kernels), Ok(parts)) => (kernels, parts),
             (Err(e), _) | (Ok(_), Err(e)) => return Err(e.clone()),
         };
         let layout = call.layout;
@@ -391,6 +468,14 @@ impl BackendPlan for CudaPlan {
         if layout.batch == 0 {
             return Ok(());
         }
+        let (kernels, workspace) = match (kernels, parts) {
+            (ChosenBackward::Whole(kernels), BackwardParts::Whole(workspace)) => (kernels, *workspace),
+            (ChosenBackward::Split(kernels), BackwardParts::Split(parts)) => {
+                // SAFETY: the caller's promise.
+                return unsafe { self.split(kernels, parts).backward(&scope, call, args) };
+            }
+            _ => return Err(Error::Internal("kernels and workspace of different backwards".to_owned())),
+        };
         let views = [
             ("q", &args.q),
             ("k", &args.k),
