@@ -16,13 +16,14 @@ pub fn registry() -> Registry {
     registry
 }
 
-/// `sim:cuda:sm_90a`, or the same with a variant of the backend behind it: the CUDA kernels on the simulator.
+/// `sim:cuda:sm_90a`, `sim:tlx:sm_100a`, or the same with a variant of the backend behind it: its kernels on the simulator.
 #[cfg(feature = "sim")]
 fn simulated(variant: Option<&str>) -> jfa_core::Result<Arc<dyn AttentionBackend>> {
     Ok(simulator(variant.unwrap_or(""), jfa_sim::Config::default().sms)?.1)
 }
 
-/// A simulated device with that many multiprocessors and the backend on it: `cuda:sm_90a` or `cuda:sm_100a[:VARIANT]`.
+/// A simulated device with that many multiprocessors and the backend on it: `BACKEND:ARCH[:VARIANT]`, `cuda` or `tlx` and
+/// `sm_90a` or `sm_100a`.
 ///
 /// # Errors
 /// An unknown name or variant.
@@ -35,22 +36,28 @@ pub fn simulator(name: &str, sms: u32) -> jfa_core::Result<(Arc<jfa_sim::gpu::Si
         jfa_core::Error::invalid(
             "variant",
             name,
-            "a simulated backend is sim:cuda:sm_90a or sim:cuda:sm_100a[:VARIANT]",
+            "a simulated backend is sim:BACKEND:ARCH[:VARIANT], cuda or tlx and sm_90a or sm_100a",
         )
     };
     let mut parts = name.splitn(3, ':');
-    if parts.next() != Some("cuda") {
-        return Err(unknown());
-    }
+    let backend = parts.next().filter(|b| matches!(*b, "cuda" | "tlx")).ok_or_else(unknown)?;
     let arch = match parts.next() {
         Some("sm_90a") => Arch::Sm90,
         Some("sm_100a") => Arch::Sm100,
         _ => return Err(unknown()),
     };
-    let gpu = Arc::new(SimGpu::new(arch, Config { sms, ..Config::default() }));
-    let full = format!("sim:cuda:{}", if arch == Arch::Sm90 { "sm_90a" } else { "sm_100a" });
-    let backend = jfa_cuda::CudaBackend::new(gpu.clone(), jfa_cuda::BUNDLES, &full, parts.next(), Some(false))?;
-    Ok((gpu, Arc::new(backend)))
+    // The compiler behind tlx leaves out fences that the memory model asks for (see jfa-sim's README).
+    let config = Config { sms, strict_fences: backend != "tlx", ..Config::default() };
+    let gpu = Arc::new(SimGpu::new(arch, config));
+    let full = format!("sim:{backend}:{}", if arch == Arch::Sm90 { "sm_90a" } else { "sm_100a" });
+    let variant = parts.next();
+    let backend: Arc<dyn AttentionBackend> = if backend == "cuda" {
+        Arc::new(jfa_cuda::CudaBackend::new(gpu.clone(), jfa_cuda::BUNDLES, &full, variant, Some(false))?)
+    } else {
+        let (own, shared) = (jfa_tlx::BUNDLES, jfa_cuda::BUNDLES);
+        Arc::new(jfa_tlx::TlxBackend::new(gpu.clone(), own, shared, &full, variant, Some(false))?)
+    };
+    Ok((gpu, backend))
 }
 
 /// One backend: by name, variant (`cpu:4`) or path, or what `JFA_BACKEND` and `auto` choose.

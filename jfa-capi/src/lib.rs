@@ -52,6 +52,7 @@ pub(crate) const VERSION_C: &CStr = match CStr::from_bytes_with_nul(concat!(env!
 pub fn registry() -> Registry {
     let mut registry = Registry::new();
     jfa_cuda::register(&mut registry);
+    jfa_tlx::register(&mut registry);
     jfa_core::cpu::register(&mut registry);
     registry.set_plugin_loader(Arc::new(plugin::Loader));
     registry

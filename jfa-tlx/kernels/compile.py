@@ -6,8 +6,7 @@ ROW.json is one row of kernels.toml for one architecture. FOLDER gets kernel.cub
 facts (parameters in the order of the machine code, threads, shared memory, cluster, promises, constants), taken from the
 compiler's own launch metadata, and the assembler's figures. Needs no GPU and no driver.
 
-A parameter's name says what it is: ARGUMENTS lists every name a kernel may use, with its type and with what the launcher
-promises of it. The launcher binds by the same names (src/bind.rs; a test compares the two lists).
+A parameter's name says what it is (arguments.py); the launcher binds by the same names.
 """
 
 import json
@@ -23,60 +22,11 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 os.environ["TRITON_ALWAYS_COMPILE"] = "1"
 
 import triton  # noqa: E402
+from arguments import ARGUMENTS, TENSORS  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-TENSORS = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-SUMS = ("dq_sum", "dk_sum", "dv_sum")
-
-# Name -> (type, what its value is a multiple of; None: nothing promised). T is the element type of the problem.
-ARGUMENTS = (
-    {t: ("*T", 16) for t in TENSORS}
-    | {f"{t}_{s}": ("i64", 8) for t in TENSORS for s in ("row", "head")}
-    | {f"{t}_map": ("map of T", None) for t in TENSORS}
-    | {t: ("*f32", 16) for t in SUMS}
-    | {f"{t}_head": ("i64", 16) for t in SUMS}
-    | {f"{t}_map": ("map of f32", None) for t in SUMS}
-    | {
-        "lse": ("*f32", None),
-        "lse_head": ("i64", None),
-        "delta": ("*f32", 16),
-        "delta_head": ("i64", 16),
-        "partial": ("*f32", 16),
-        "counter": ("*i32", 16),
-        "header": ("*i32", 16),
-        "sequences": ("*i32", 16),
-        "forward_units": ("*i32", 16),
-        "backward_units": ("*i32", 16),
-        "forward_capacity": ("i32", None),
-        "backward_capacity": ("i32", None),
-        "scale": ("f32", None),
-        "scale_log2": ("f32", None),
-        "prescale": ("f32", None),
-        "scale_exp2": ("f32", None),
-        "heads": ("i32", None),
-        "heads_q": ("i32", None),
-        "heads_kv": ("i32", None),
-        "group": ("i32", None),
-        "packed_log2": ("i32", None),
-        "left": ("i32", None),
-        "right": ("i32", None),
-        "bottom_right": ("i32", None),
-        "batch": ("i32", None),
-        "kv_batch": ("i32", None),
-        "q_rows": ("i32", None),
-        "o_rows": ("i32", None),
-        "kv_rows": ("i32", None),
-        "broadcast": ("i32", None),
-        "slices": ("i32", None),
-        "kv_offsets": ("*i32", None),
-        "kv_offsets_64": ("i32", None),
-        "kv_lengths": ("*i32", None),
-        "kv_table": ("*i32", 16),
-    }
-)
-
-ELEMENTS = {"bf16": ("bf16", 2, 10), "f16": ("fp16", 2, 8), "f32": ("fp32", 4, 0)}  # Triton's name, bytes
+ELEMENTS = {"bf16": ("bf16", 2), "f16": ("fp16", 2), "f32": ("fp32", 4)}  # Triton's name, bytes
 SCALARS = {"i32": ("i32", "i32", 4), "i64": ("i64", "i64", 8), "f32": ("fp32", "f32", 4)}  # Triton's name, manifest kind, bytes
 SWIZZLE_BYTES = {1: 32, 2: 64, 3: 128}
 # A tensor map has these dimensions, outermost first (params.h of jfa-cuda: JFA_BOUND).
@@ -129,7 +79,7 @@ def element_of(kind, dtype):
 def type_of(name, row):
     """Triton's type of a parameter."""
     if name not in ARGUMENTS:
-        raise SystemExit(f"{row['entry']}: parameter '{name}' is not in ARGUMENTS of compile.py")
+        raise SystemExit(f"{row['entry']}: parameter '{name}' is not in arguments.py")
     kind = ARGUMENTS[name][0]
     dtype = row["tags"].get("dtype", "")
     if kind.startswith("map"):

@@ -103,7 +103,8 @@ fn script_text(tests: &[String]) -> String {
     let mut s = String::from(
         "#!/bin/sh\n\
          # Runs every GPU test and the conformance suite. SANITIZER=\"compute-sanitizer --tool memcheck\" puts a tool in front\n\
-         # of the test programs; BACKENDS names what the suite checks (default: cuda).\n\
+         # of the test programs; BACKENDS names what the suite checks (default: cuda tlx; every generation: cuda tlx:g1 tlx:g2\n\
+         # tlx:g3 tlx:g4).\n\
          here=$(dirname \"$0\")\n\
          if ! ls /dev/nvidia[0-9]* >/dev/null 2>&1; then\n\
          \x20   echo \"skipped: no CUDA device\"\n\
@@ -118,7 +119,7 @@ fn script_text(tests: &[String]) -> String {
         );
     }
     s.push_str(
-        "for backend in ${BACKENDS:-cuda}; do\n\
+        "for backend in ${BACKENDS:-cuda tlx}; do\n\
          \x20   echo \"== jfa-bench check --backend $backend\"\n\
          \x20   \"$here/bin/jfa-bench\" check --backend \"$backend\" || failed=\"$failed check:$backend\"\n\
          done\n\
@@ -170,7 +171,8 @@ mod tests {
         let (code, out) = run(&present);
         assert_eq!(code, Some(1));
         assert!(out.contains("a-gpu --nocapture --test-threads=1"), "{out}");
-        assert!(out.contains("jfa-bench check --backend cuda"), "{out}");
+        assert!(out.contains("jfa-bench check --backend cuda\n"), "{out}");
+        assert!(out.contains("jfa-bench check --backend tlx\n"), "{out}");
         assert!(out.ends_with("failed: b-gpu\n"), "{out}");
         program("b-gpu", 0);
         let (code, out) = run(&present);

@@ -39,6 +39,9 @@ struct Template {
     except: Vec<BTreeMap<String, String>>,
     #[serde(default)]
     defines: BTreeMap<String, String>,
+    /// What is added for some values of the axes, or for one architecture.
+    #[serde(default)]
+    cases: Vec<Case>,
     #[serde(default)]
     options: BTreeMap<String, String>,
     #[serde(default)]
@@ -56,6 +59,25 @@ struct Template {
     #[serde(default)]
     shared_dynamic: Option<u32>,
 }
+
+/// Additions to a row.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Case {
+    /// Values of axes that must all hold; `arch` is one of them.
+    when: BTreeMap<String, String>,
+    #[serde(default)]
+    defines: BTreeMap<String, String>,
+    #[serde(default)]
+    options: BTreeMap<String, String>,
+    #[serde(default)]
+    blocks: BTreeMap<String, String>,
+    #[serde(default)]
+    tags: BTreeMap<String, String>,
+}
+
+/// The name of the architecture among the axes of a case.
+const ARCH: &str = "arch";
 
 fn no_cluster() -> [u32; 3] {
     [1, 1, 1]
@@ -159,12 +181,20 @@ impl Family {
         }
         let mut names = BTreeSet::new();
         for r in &rows {
+            let triton = file.toolchain == "triton";
             ensure!(
-                file.toolchain == "triton" || (r.options.is_empty() && r.blocks.is_empty()),
+                triton || (r.options.is_empty() && r.blocks.is_empty()),
                 "kernel '{}': options and blocks are for triton",
                 r.name
             );
-            ensure!(names.insert(&r.name), "two kernels are named '{}'", r.name);
+            ensure!(
+                !triton || (file.flags.is_empty() && r.parameters.is_empty() && r.promises.is_empty()),
+                "kernel '{}': flags, parameters and promises are not for triton, which has options and derives the rest",
+                r.name
+            );
+            for arch in &r.archs {
+                ensure!(names.insert((&r.name, arch.number())), "two kernels are named '{}'", r.name);
+            }
         }
         Ok(Family {
             owner,
@@ -207,24 +237,39 @@ fn expand(t: &Template, out: &mut Vec<Row>) -> Result<()> {
             })
             .collect();
     }
+    for axis in t.cases.iter().flat_map(|c| c.when.keys()) {
+        ensure!(axis == ARCH || t.axes.contains_key(axis), "a case names '{axis}', which is no axis");
+    }
+    ensure!(!t.axes.contains_key(ARCH), "'{ARCH}' is no axis: archs has its values");
     let archs = t.archs.iter().map(|a| Ok(a.parse()?)).collect::<Result<Vec<Arch>>>()?;
-    for c in combinations {
+    // One row for all architectures, unless they differ.
+    let differ = t.cases.iter().any(|c| c.when.contains_key(ARCH));
+    let archs: Vec<Vec<Arch>> = if differ { archs.into_iter().map(|a| vec![a]).collect() } else { vec![archs] };
+    for (c, archs) in combinations.iter().flat_map(|c| archs.iter().map(move |a| (c, a))) {
         if t.except.iter().any(|e| e.iter().all(|(axis, value)| c.get(axis.as_str()) == Some(&value.as_str()))) {
             continue;
         }
-        let fill = |s: &str| fill(s, &c);
-        let fill_map = |m: &BTreeMap<String, String>| {
-            m.iter().map(|(k, v)| Ok((k.clone(), fill(v)?))).collect::<Result<BTreeMap<_, _>>>()
+        let fill = |s: &str| fill(s, c);
+        let holds = |axis: &str, value: &str| match axis {
+            ARCH => archs.iter().all(|a| a.to_string() == value),
+            _ => c.get(axis) == Some(&value),
+        };
+        let cases: Vec<_> =
+            t.cases.iter().filter(|case| case.when.iter().all(|(axis, value)| holds(axis, value))).collect();
+        // Later cases replace what earlier ones and the row itself say.
+        let fill_map = |own: &BTreeMap<String, String>, of: fn(&Case) -> &BTreeMap<String, String>| {
+            let all = std::iter::once(own).chain(cases.iter().map(|case| of(case)));
+            all.flatten().map(|(k, v)| Ok((k.clone(), fill(v)?))).collect::<Result<BTreeMap<_, _>>>()
         };
         out.push(Row {
             name: fill(&t.name)?,
             source: fill(&t.source)?.into(),
             entry: fill(&t.entry)?,
             archs: archs.clone(),
-            defines: fill_map(&t.defines)?,
-            options: fill_map(&t.options)?,
-            blocks: fill_map(&t.blocks)?,
-            tags: fill_map(&t.tags)?,
+            defines: fill_map(&t.defines, |case| &case.defines)?,
+            options: fill_map(&t.options, |case| &case.options)?,
+            blocks: fill_map(&t.blocks, |case| &case.blocks)?,
+            tags: fill_map(&t.tags, |case| &case.tags)?,
             parameters: t.parameters.clone(),
             promises: t.promises.clone(),
             cluster: t.cluster,
@@ -281,6 +326,34 @@ mod tests {
     }
 
     #[test]
+    fn cases_add_to_rows() {
+        let family = parse(
+            "bundle = 'b'\ntoolchain = 'triton'\n[[kernel]]\nsource = 'a.py'\nentry = 'e'\nname = 'f_{dim}'\n\
+             archs = ['sm_90a', 'sm_100a']\naxes = { dim = ['64', '128'] }\n\
+             defines = { BLOCK = '128', DIM = '{dim}' }\noptions = { num_stages = '2' }\n\
+             cases = [{ when = { dim = '128' }, defines = { BLOCK = '32' }, blocks = { q_map = '64, {dim}' } },\n\
+             { when = { arch = 'sm_100a' }, options = { num_stages = '1' } }]\n",
+        )
+        .unwrap();
+        let rows: Vec<_> = family
+            .rows
+            .iter()
+            .map(|r| (r.name.as_str(), r.archs[0], r.defines["BLOCK"].as_str(), r.options["num_stages"].as_str()))
+            .collect();
+        assert_eq!(
+            rows,
+            [
+                ("f_64", Arch::SM_90A, "128", "2"),
+                ("f_64", Arch::SM_100A, "128", "1"),
+                ("f_128", Arch::SM_90A, "32", "2"),
+                ("f_128", Arch::SM_100A, "32", "1"),
+            ]
+        );
+        assert_eq!(family.rows[2].blocks["q_map"], "64, 128");
+        assert!(family.rows[0].blocks.is_empty());
+    }
+
+    #[test]
     fn mistakes_name_the_kernel_and_the_value() {
         for (rest, words) in [
             ("name = 'k_{x}'\narchs = ['sm_90a']\n", "names 'x', which is no axis"),
@@ -290,6 +363,8 @@ mod tests {
             ("name = 'k'\narchs = ['sm_90a']\naxes = { x = [] }\n", "axis 'x' is empty"),
             ("name = 'k'\narchs = ['sm_90a']\naxes = { x = ['1', '2'] }\n", "two kernels are named 'k'"),
             ("name = 'k'\narchs = ['sm_90a']\nexcept = [{ y = '1' }]\n", "except names 'y'"),
+            ("name = 'k'\narchs = ['sm_90a']\ncases = [{ when = { y = '1' } }]\n", "a case names 'y'"),
+            ("name = 'k'\narchs = ['sm_90a']\naxes = { arch = ['1'] }\n", "'arch' is no axis"),
             ("name = 'k'\narchs = ['sm_90a']\nthread = 3\n", "unknown field `thread`"),
             ("name = 'k'\narchs = ['sm_90a']\noptions = { num_warps = '4' }\n", "options and blocks are for triton"),
             ("name = 'k'\narchs = ['sm_90a']\nparameters = [{ name = 'p', kind = 'map' }]\n", "map"),

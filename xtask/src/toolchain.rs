@@ -477,7 +477,7 @@ impl Toolchain for Triton {
         let notes = std::fs::read(scratch.join("notes.json")).context("compile.py left no notes.json")?;
         let mut notes: Notes = serde_json::from_slice(&notes).context("notes.json")?;
         let derived = notes.derived.as_ref().context("notes.json says nothing of the launch")?;
-        let known = modules(&family.folder, [&row.source])?;
+        let known = modules(&family.folder, [Path::new(COMPILE), &row.source])?;
         for module in &derived.modules {
             ensure!(
                 known.iter().any(|(name, _)| name == Path::new(module)),
