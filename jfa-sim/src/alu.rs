@@ -648,6 +648,49 @@ fn float1(op: &str, m: Mods) -> Option<F1> {
     })
 }
 
+/// Whether an opcode mixes precisions: `fma.rn.f32.bf16` takes 16-bit factors and an f32 addend.
+pub(crate) fn is_mixed(parts: &[&str]) -> bool {
+    matches!(parts[0], "add" | "sub" | "fma") && matches!(parts[parts.len() - 2..], ["f32", "f16" | "bf16"])
+}
+
+/// Mixed precision: the 16-bit operands are exact in f32.
+fn mixed(op: &str, wide: &str, m: Mods) -> Option<Alu> {
+    macro_rules! forms {
+        ($widen:path) => {
+            forms!($widen, Rn, Rz, Rm, Rp)
+        };
+        ($widen:path, $($mode:ident),*) => {
+            match (op, m.rnd.unwrap_or(Rnd::Rn), m.sat) {
+                $(
+                    ("add", Rnd::$mode, false) => Alu::A2(f2!(|a: u16, c: f32| num::add32(Rnd::$mode, $widen(a), c))),
+                    ("sub", Rnd::$mode, false) => Alu::A2(f2!(|a: u16, c: f32| num::add32(Rnd::$mode, $widen(a), -c))),
+                    ("fma", Rnd::$mode, false) => {
+                        Alu::A3(f3!(|a: u16, b: u16, c: f32| num::fma32(Rnd::$mode, $widen(a), $widen(b), c)))
+                    }
+                    ("add", Rnd::$mode, true) => {
+                        Alu::A2(f2!(|a: u16, c: f32| saturate(num::add32(Rnd::$mode, $widen(a), c))))
+                    }
+                    ("sub", Rnd::$mode, true) => {
+                        Alu::A2(f2!(|a: u16, c: f32| saturate(num::add32(Rnd::$mode, $widen(a), -c))))
+                    }
+                    ("fma", Rnd::$mode, true) => {
+                        Alu::A3(f3!(|a: u16, b: u16, c: f32| {
+                            saturate(num::fma32(Rnd::$mode, $widen(a), $widen(b), c))
+                        }))
+                    }
+                )*
+                _ => return None,
+            }
+        };
+    }
+    Some(if wide == "bf16" { forms!(num::bf16_to_f32) } else { forms!(num::f16_to_f32) })
+}
+
+/// `.sat`: into 0..=1, NaN to 0.
+fn saturate(x: f32) -> f32 {
+    if x.is_nan() { 0.0 } else { x.clamp(0.0, 1.0) + 0.0 }
+}
+
 /// Decodes an arithmetic opcode; `parts[0]` is the base name. `None`: not arithmetic of this module, or a form it does not know.
 pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
     let op = parts[0];
@@ -655,6 +698,9 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
     let m = mods(&parts[1..]);
     let has = |s: &str| parts.contains(&s);
     use Alu::{A1, A2, A3};
+    if is_mixed(parts) {
+        return mixed(op, parts[parts.len() - 1], m);
+    }
     let int = matches!(ty.kind, TyKind::Unsigned | TyKind::Signed | TyKind::Bits);
 
     // Bitwise and field operations care for width only.

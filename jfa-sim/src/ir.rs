@@ -835,8 +835,8 @@ pub enum Op {
         d: Box<[Dst]>,
         /// Bytes of an element.
         bytes: u8,
-        /// Extends the sign.
-        signed: bool,
+        /// Bits to which it extends the sign; 0: fills with zeros.
+        signed: u8,
         /// Address.
         addr: Addr,
         /// How it orders.

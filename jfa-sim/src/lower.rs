@@ -406,6 +406,17 @@ impl Lower<'_> {
         }
     }
 
+    /// Width of the (first) register of an operand; 32 for what is none.
+    fn register_bits(&mut self, op: &Operand) -> u8 {
+        match op {
+            Operand::Name(n) => self.reg(n).map_or(32, |(_, t)| t.bits.clamp(32, 64) as u8),
+            Operand::Vector(v) => {
+                v.iter().find(|o| !matches!(o, Operand::Name(n) if n == "_")).map_or(32, |o| self.register_bits(o))
+            }
+            _ => 32,
+        }
+    }
+
     fn pdst(&mut self, i: &RawInst, op: &Operand) -> Res<u32> {
         match op {
             Operand::Name(n) if n == "_" => Ok(NONE),

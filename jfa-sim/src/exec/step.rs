@@ -967,7 +967,7 @@ impl<'a> Cluster<'a> {
     }
 
     #[expect(clippy::too_many_arguments, reason = "the fields of a load")]
-    fn load(&mut self, w: &mut Warp, mask: u32, space: Space, d: &[Dst], bytes: usize, signed: bool, addrs: &Lanes) {
+    fn load(&mut self, w: &mut Warp, mask: u32, space: Space, d: &[Dst], bytes: usize, signed: u8, addrs: &Lanes) {
         let total = bytes * d.len();
         let mut buf = [0u8; 64];
         let mut out = [[0u64; 32]; 8];
@@ -993,8 +993,11 @@ impl<'a> Cluster<'a> {
                 let mut v = [0u8; 8];
                 v[..bytes].copy_from_slice(&buf[k * bytes..(k + 1) * bytes]);
                 let v = u64::from_le_bytes(v);
-                out[k][lane] =
-                    if signed && bytes < 4 { alu::sign_extend(v, bytes as u16 * 8) as u32 as u64 } else { v };
+                out[k][lane] = match signed {
+                    0 => v,
+                    64 => alu::sign_extend(v, bytes as u16 * 8) as u64,
+                    _ => u64::from(alu::sign_extend(v, bytes as u16 * 8) as u32),
+                };
             }
         }
         if shared {

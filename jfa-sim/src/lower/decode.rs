@@ -284,9 +284,11 @@ impl Lower<'_> {
                 let ty = self.last_ty(i, parts)?;
                 let (addr, space) = self.mem(i, 1, space_of(parts))?;
                 let d: Box<[Dst]> = self.dsts(i, &ops[0], ty)?.into();
+                // A signed value is extended to the width of its register.
+                let signed = if ty.is_signed() { self.register_bits(&ops[0]) } else { 0 };
                 let strength = Strength::of(parts, Strength::Weak);
                 let class = mem_class(space);
-                (Op::Ld { space, d, bytes: ty.bytes().min(8) as u8, signed: ty.is_signed(), addr, strength }, class)
+                (Op::Ld { space, d, bytes: ty.bytes().min(8) as u8, signed, addr, strength }, class)
             }
             "st" if second == "async" => {
                 let ty = self.last_ty(i, parts)?;
@@ -553,6 +555,7 @@ impl Lower<'_> {
         let class = match (parts[0], ty.kind, ty.bits) {
             ("ex2", ..) => Class::Exp,
             ("lg2" | "rcp" | "sqrt" | "rsqrt" | "sin" | "cos" | "tanh", ..) => Class::Special,
+            _ if alu::is_mixed(parts) => Class::Float,
             (_, TyKind::Float, 32) | (_, TyKind::F32x2, _) => Class::Float,
             (_, TyKind::Float, 64) => Class::Double,
             (_, TyKind::Float | TyKind::Bf16 | TyKind::F16x2 | TyKind::Bf16x2, _) => Class::Half,
@@ -568,7 +571,8 @@ impl Lower<'_> {
             return Err(err(i, format!("needs {} operands", n + 1)));
         }
         let mut s = vec![];
-        for o in &ops[1..] {
+        for (k, o) in ops[1..].iter().enumerate() {
+            let ty = if alu::is_mixed(parts) && k + 1 == n { Ty { kind: TyKind::Float, bits: 32 } } else { ty };
             s.push(self.src(i, o, ty)?);
         }
         Ok((
