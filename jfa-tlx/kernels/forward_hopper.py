@@ -327,3 +327,19 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
             produce_keys_and_values(k_map, v_map, sequences, forward_units, heads, group, packed_log2, left, right, bottom_right,
                                     item_cell, item_full, item_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
                                     BLOCK, KV_TILE, HEAD_DIM, KV_STAGES, ITEMS)
+
+
+@triton.jit
+def forward_g3(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, scale_log2, heads, group, packed_log2,
+               left, right, bottom_right, o_rows, UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """One program per unit and head."""
+    forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, header, scale_log2, heads, group, packed_log2,
+            left, right, bottom_right, o_rows, UNIT_ROWS, KV_TILE, HEAD_DIM, False)
+
+
+@triton.jit
+def forward_g4(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, counter, scale_log2, heads, group, packed_log2,
+               left, right, bottom_right, o_rows, UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """One persistent program per multiprocessor; items are drawn from a counter, longest first."""
+    forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, counter, scale_log2, heads, group, packed_log2,
+            left, right, bottom_right, o_rows, UNIT_ROWS, KV_TILE, HEAD_DIM, True)
