@@ -10,7 +10,9 @@ use jfa_core::{
     Alignment, AttentionBackend, BackwardArgs, Buffer, Call, DType, DataPtr, Error, ForwardArgs, Layout, LseView, Mask,
     Plan, Problem, Stream, TensorView,
 };
-use jfa_cuda::params::{BackwardParams, Finding, ForwardParams, ScheduleParams, ValidateParams, ZeroParams};
+use jfa_cuda::params::{
+    BackwardParams, Finding, ForwardParams, IndexParams, ScheduleParams, SplitParams, ValidateParams, ZeroParams,
+};
 use jfa_cuda::{BUNDLES, CudaBackend};
 use jfa_driver::gpu::Entered;
 use jfa_driver::{
@@ -390,11 +392,12 @@ fn head_dims_go_to_the_narrowest_kernel_that_is_wide_enough() {
         let plan = plan_on(&gpu, &problem, false).unwrap();
         let launches =
             run(&gpu, &plan, &Layout::jagged(10, offsets(0x100), offsets(0x200)), &forward_args(&problem, 100));
-        let name = launches[1].kernel.clone();
+        let forward = launches.last().unwrap();
+        let name = forward.kernel.clone();
         let width: i64 = name.strip_prefix("forward_").unwrap().strip_suffix("_f16").unwrap().parse().unwrap();
         assert!(width >= dim.max(dim_v), "{name} for {dim}, {dim_v}");
-        assert_eq!(gpu.map(&launches[1], 0).dims[0], dim.unsigned_abs());
-        assert_eq!(gpu.map(&launches[1], 2).dims[0], dim_v.unsigned_abs());
+        assert_eq!(gpu.map(forward, 0).dims[0], dim.unsigned_abs());
+        assert_eq!(gpu.map(forward, 2).dims[0], dim_v.unsigned_abs());
     }
     for (dim, words) in [(60, "head_dim 60"), (264, "head_dim 264")] {
         let problem = Problem::builder(DType::F16, 2, dim).capacity(10, 100, 100).build().unwrap();
@@ -498,7 +501,7 @@ fn validation_waits_and_names_the_first_bad_entry() {
     build().unwrap();
     let launches = gpu.take();
     let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
-    assert_eq!(names, ["validate", "schedule"]);
+    assert_eq!(names, ["validate", "schedule", "backward_index"]);
     assert_eq!(gpu.waits.load(Ordering::SeqCst), 1);
     let v: ValidateParams = launches[0].params();
     assert_eq!((v.batch, v.kv_batch, v.total_q, v.total_kv, v.finding), (10, 20, 1000, 2000, 0x7000_0000));
@@ -521,7 +524,7 @@ fn validation_waits_and_names_the_first_bad_entry() {
     gpu.capturing.store(true, Ordering::SeqCst);
     let waits = gpu.waits.load(Ordering::SeqCst);
     build().unwrap();
-    assert_eq!(gpu.take().len(), 1);
+    assert_eq!(gpu.take().len(), 2);
     assert_eq!(gpu.waits.load(Ordering::SeqCst), waits);
 }
 
@@ -710,4 +713,142 @@ fn devices_without_kernels_are_named() {
     assert_eq!(gpu.take().len(), 1);
     assert!(build(0).unwrap_err().to_string().contains("compute capability 8.0"));
     assert!(gpu.take().is_empty());
+}
+
+/// The launches of a schedule and a backward, which must be of these names.
+fn run_split(gpu: &Recorder, plan: &Plan, layout: &Layout, args: &BackwardArgs, expected: &[&str]) -> Vec<Launched> {
+    // SAFETY: the recorder follows no address.
+    unsafe { plan.build_schedule(layout, schedule_buffer(plan), Stream::DEFAULT) }.unwrap();
+    let mut launches = gpu.take();
+    gpu.fills.lock().unwrap().clear();
+    launches.extend(run_backward(gpu, plan, layout, args).unwrap());
+    assert_eq!(launches.iter().map(|l| l.kernel.as_str()).collect::<Vec<_>>(), expected);
+    launches
+}
+
+#[test]
+fn shared_keys_take_the_split_backward() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem = Problem::builder(DType::BF16, 8, 128)
+        .heads_kv(2)
+        .kv_index(70)
+        .capacity(1000, 9000, 8000)
+        .mask(Mask::Causal(Alignment::BottomRight))
+        .build()
+        .unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let mut layout = Layout::jagged(900, offsets(0x100), offsets(0x200));
+    layout.kv_batch = 60;
+    layout.kv_index = Some(at(0x500));
+    layout.kv_lengths = Some(at(0x400));
+    let args = backward_args(&problem, 8000);
+    let launches = run_split(
+        &gpu,
+        &plan,
+        &layout,
+        &args,
+        &["schedule", "backward_index", "backward_dq_128_bf16", "backward_dkdv_128_bf16"],
+    );
+
+    // No list of its own in the schedule; the index stands behind it.
+    let s: ScheduleParams = launches[0].params();
+    assert_eq!((s.backward_list, s.forward_rows), (0, 32));
+    let i: IndexParams = launches[1].params();
+    assert_eq!((launches[1].shape.grid, launches[1].shape.threads), ([1, 1, 1], 1024));
+    assert_eq!((i.sequences, i.kv_offsets, i.kv_lengths, i.total_kv), (s.sequences, 0x200, 0x400, 8000));
+    assert_eq!((i.batch, i.kv_batch, i.unit_keys, i.block_rows, i.capacity), (900, 60, 128, 16, 8000 / 128 + 70));
+    let ends = [
+        s.forward_list + 8 * s.forward_capacity as u64,
+        i.header + 256,
+        i.keys + 16 * 70,
+        i.members + 16 * 1000,
+        i.units + 8 * i.capacity as u64,
+        i.scratch + 4 * (4 * 1000 + 70),
+    ];
+    let starts = [i.header, i.keys, i.members, i.units, i.scratch];
+    assert!(ends.iter().zip(&starts).all(|(end, next)| end <= next), "{ends:?} {starts:?}");
+    assert!(ends[5] <= 0x7000_0000 + plan.requirements().schedule_bytes as u64);
+
+    let p: SplitParams = launches[2].params();
+    assert_eq!(launches[2].args, {
+        let mut other = launches[3].args.clone();
+        other[..4].clone_from_slice(&launches[2].args[..4]);
+        other
+    });
+    for l in &launches[2..] {
+        assert_eq!((l.shape.grid, l.shape.threads), ([132, 1, 1], 384));
+        let specs: Vec<_> = (0..4).map(|i| gpu.map(l, i)).collect();
+        assert_eq!(specs.iter().map(|s| s.tensor).collect::<Vec<_>>(), ["q", "k", "v", "d_o"]);
+        // Four heads share the rows of a block.
+        assert_eq!(
+            specs.iter().map(|s| (s.box_dims[1], s.box_dims[3])).collect::<Vec<_>>(),
+            [(16, 4), (64, 1), (64, 1), (16, 4)]
+        );
+    }
+    assert_eq!((p.heads, p.heads_kv, p.packed_log2, p.blocks, p.batch), (2, 2, 2, 9000 / 16 + 1000, 900));
+    assert_eq!((p.header, p.sequences, p.query_units), (0x7000_0000, s.sequences, s.forward_list));
+    assert_eq!((p.index, p.keys, p.members, p.key_units), (i.header, i.keys, i.members, i.units));
+    assert_eq!((p.mask.left, p.mask.right, p.mask.bottom_right), (-1, 0, 1));
+    assert_eq!((p.o, p.dq, p.dk, p.dv), (0x4000_0000, 0x1800_0000, 0x2800_0000, 0x3800_0000));
+    assert_eq!((p.o_row_bytes, p.dq_row_bytes, p.dk_row_bytes, p.dv_row_bytes), (2048, 2048, 512, 512));
+    assert_eq!((p.vectors_qk, p.vectors_v, p.q_rows, p.o_rows, p.kv_rows), (16, 16, 9000, 9000, 8000));
+    assert_eq!((p.broadcast, p.pairs, p.slices, p.partial), (0, 0, 0, 0));
+    assert_eq!((p.control, p.statistics), (0x6000_0000, 0x6000_0100));
+    assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, 256)], "the counters start at zero");
+    let statistics = 512 * p.heads.unsigned_abs() as usize * p.blocks.unsigned_abs() as usize;
+    assert_eq!(plan.requirements().backward_bytes, 256 + statistics);
+}
+
+#[test]
+fn wide_heads_take_the_split_backward() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    for (dim, dim_v) in [(136, 8), (64, 200), (256, 256)] {
+        let problem = Problem::builder(DType::F16, 3, dim).head_dim_v(dim_v).capacity(100, 9000, 8000).build().unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let layout = Layout::jagged(100, offsets(0x100), offsets(0x200));
+        let launches = run_split(
+            &gpu,
+            &plan,
+            &layout,
+            &backward_args(&problem, 8000),
+            &["schedule", "backward_index", "backward_dq_256_f16", "backward_dkdv_256_f16"],
+        );
+        assert_eq!(launches[1].params::<IndexParams>().capacity, 8000 / 64 + 100);
+        let p: SplitParams = launches[3].params();
+        assert_eq!((i64::from(p.vectors_qk), i64::from(p.vectors_v)), (dim / 8, dim_v / 8));
+    }
+
+    // A broadcast query: 32 rows are one pair of blocks, 3 heads leave 44 parts of the batch.
+    let problem = Problem::builder(DType::BF16, 3, 256).capacity(100, 0, 8000).broadcast_query(32).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let launches = run_split(
+        &gpu,
+        &plan,
+        &Layout::broadcast(90, offsets(0x200)),
+        &backward_args(&problem, 8000),
+        &["schedule", "backward_index", "backward_dq_256_bf16", "backward_dkdv_256_bf16", "backward_dq_sum_256_bf16"],
+    );
+    let p: SplitParams = launches[4].params();
+    assert_eq!((p.broadcast, p.pairs, p.slices, p.blocks, p.q_rows, p.o_rows), (32, 1, 44, 150, 32, 3200));
+    assert_eq!((launches[4].shape.grid, launches[4].shape.threads), ([3 * 32, 1, 1], 256));
+    let statistics = 512 * 3 * 150;
+    assert_eq!(p.partial, 0x6000_0100 + statistics);
+    assert_eq!(plan.requirements().backward_bytes as u64, 256 + statistics + 44 * 3 * 128 * 256 * 4);
+
+    // Sides without rows: what is left becomes zero, and the maps of the other side serve.
+    let layout = Layout::jagged(100, offsets(0x100), offsets(0x200));
+    let problem = Problem::builder(DType::BF16, 3, 256).capacity(100, 9000, 0).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let names = ["schedule", "backward_index", "backward_dq_256_bf16"];
+    let launches = run_split(&gpu, &plan, &layout, &backward_args(&problem, 0), &names);
+    assert!((0..4).all(|i| gpu.map(&launches[2], i).dims[2] == 9001));
+    let problem = Problem::builder(DType::BF16, 3, 256).capacity(100, 0, 8000).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let mut args = backward_args(&problem, 8000);
+    for view in [&mut args.q, &mut args.o, &mut args.d_o, &mut args.dq] {
+        view.data = DataPtr::NULL;
+    }
+    let names = ["schedule", "backward_index", "backward_dkdv_256_bf16"];
+    let launches = run_split(&gpu, &plan, &layout, &args, &names);
+    assert!((0..4).all(|i| gpu.map(&launches[2], i).dims[2] == 8001));
 }
