@@ -7,7 +7,7 @@ use jfa_core::{
     Stream, TensorView,
 };
 use jfa_driver::schedule::{Schedule, Shape, SharedKernels, Split, Units, address, aligned, constant};
-use jfa_driver::{DriverError, JaggedMap, KernelArg, KernelSet, Scope, TensorMap};
+use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
 
 use crate::kernels::{Wanted, check_promises, choose, map_of};
 use crate::params::{BACKWARD_BLOCK_BYTES, BackwardParams, ForwardParams, MAX_ROWS};
@@ -30,10 +30,10 @@ const REDUCE_BLOCKS: u32 = 8;
 struct Chosen {
     shared: SharedKernels,
     forward: usize,
-    q: JaggedMap,
-    k: JaggedMap,
-    v: JaggedMap,
-    o: JaggedMap,
+    q: CachedMap,
+    k: CachedMap,
+    v: CachedMap,
+    o: CachedMap,
     /// What lacks for a backward, where it lacks.
     backward: Result<ChosenBackward>,
     shape: Shape,
@@ -70,7 +70,7 @@ struct WholeBackward {
     backward: usize,
     reduce: usize,
     /// Maps of q, k, v, o, d_o, dq, dk, dv.
-    maps: [JaggedMap; 8],
+    maps: [CachedMap; 8],
     units: Units,
 }
 
@@ -250,10 +250,10 @@ impl CudaPlan {
         Ok(Chosen {
             shared: SharedKernels::of(set, device).map_err(failed)?,
             forward,
-            q,
-            k: map_of(info, "k", |t| t)?,
-            v: map_of(info, "v", |t| t)?,
-            o,
+            q: CachedMap::new(q),
+            k: CachedMap::new(map_of(info, "k", |t| t)?),
+            v: CachedMap::new(map_of(info, "v", |t| t)?),
+            o: CachedMap::new(o),
             shape: Shape {
                 forward: Units {
                     rows: forward_rows >> packed_log2,
@@ -292,7 +292,7 @@ impl CudaPlan {
         let info = &kernels[backward];
         check_promises(info)?;
         check_promises(&kernels[reduce])?;
-        let map = |parameter| map_of(info, parameter, |t| t);
+        let map = |parameter| map_of(info, parameter, |t| t).map(CachedMap::new);
         Ok(ChosenBackward::Whole(WholeBackward {
             backward,
             reduce,
@@ -336,8 +336,8 @@ impl CudaPlan {
         unsafe { scope.gpu().fill(scope.stream(), data, 0, bytes) }.map_err(|e| self.failed(e))
     }
 
-    fn encode(&self, scope: &Scope, map: &JaggedMap, tensor: &'static str, view: &TensorView) -> Result<TensorMap> {
-        map.spec(tensor, view).and_then(|spec| scope.gpu().encode(&spec)).map_err(|e| self.failed(e))
+    fn encode(&self, scope: &Scope, map: &CachedMap, tensor: &'static str, view: &TensorView) -> Result<TensorMap> {
+        map.encode(scope.gpu(), tensor, view).map_err(|e| self.failed(e))
     }
 
     fn split<'a>(&'a self, kernels: &'a split::Kernels, parts: &'a split::Parts) -> split::Launcher<'a> {

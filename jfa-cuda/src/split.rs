@@ -6,7 +6,7 @@
 
 use jfa_core::{BackwardArgs, Buffer, Call, Error, Layout, Problem, Query, Requirements, Result, TensorView};
 use jfa_driver::schedule::{Schedule, address, address_or_null, aligned, constant, offsets_of};
-use jfa_driver::{DriverError, JaggedMap, KernelArg, KernelSet, Scope, TensorMap};
+use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
 
 use crate::kernels::{Wanted, check_promises, choose, map_of};
 use crate::params::{
@@ -24,7 +24,7 @@ pub(crate) struct Kernels {
     dkdv: usize,
     dq_sum: usize,
     /// Maps of q, k, v, d_o.
-    maps: [JaggedMap; 4],
+    maps: [CachedMap; 4],
     pub(crate) tiles: Tiles,
 }
 
@@ -102,7 +102,7 @@ impl Kernels {
             dq,
             dkdv,
             dq_sum,
-            maps: [queries("q")?, keys("k")?, keys("v")?, queries("d_o")?],
+            maps: [queries("q")?, keys("k")?, keys("v")?, queries("d_o")?].map(CachedMap::new),
             tiles: Tiles {
                 keys: constant(&kernels[dkdv], "unit_rows")?,
                 sum_ctas: constant(&kernels[dq_sum], "ctas_per_pair")?,
@@ -256,10 +256,7 @@ impl Launcher<'_> {
             return Ok(());
         }
         let encode = |i: usize, tensor: &'static str, view: &TensorView| -> Result<TensorMap> {
-            self.kernels.maps[i]
-                .spec(tensor, view)
-                .and_then(|spec| scope.gpu().encode(&spec))
-                .map_err(|e| self.failed(e))
+            self.kernels.maps[i].encode(scope.gpu(), tensor, view).map_err(|e| self.failed(e))
         };
         let of_queries = || Ok::<_, Error>((encode(0, "q", &args.q)?, encode(3, "d_o", &args.d_o)?));
         let of_keys = || Ok::<_, Error>((encode(1, "k", &args.k)?, encode(2, "v", &args.v)?));

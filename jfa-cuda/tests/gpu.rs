@@ -2,6 +2,7 @@
 //! launcher costs. Without a device each says so and passes. The conformance suite (`jfa-bench check`) is broader; this is
 //! what it cannot see from outside.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -14,7 +15,7 @@ use jfa_core::{
 };
 use jfa_cuda::{BUNDLES, CudaBackend};
 use jfa_driver::cuda::{CudaGpu, CudaMemory};
-use jfa_driver::{DriverError, Gpu, Scope};
+use jfa_driver::{CachedMap, DriverError, Gpu, Scope};
 
 /// The driver, or a word on why there is nothing to test.
 fn device() -> Option<Arc<CudaGpu>> {
@@ -614,10 +615,25 @@ fn a_call_costs_the_host_little() {
     let map = jfa_driver::JaggedMap::tile(64, 64, jfa_driver::Swizzle::B128);
     // The driver encodes only with a current context.
     let scope = Scope::enter(&*gpu, stream).unwrap();
+    let fresh = |view: &TensorView| scope.gpu().encode(&map.spec("q", view).unwrap()).unwrap();
     let encode = per_call(&|| {
-        scope.gpu().encode(&map.spec("q", &args.q).unwrap()).unwrap();
+        fresh(&args.q);
     });
+    let cached = CachedMap::new(map);
+    let views = [args.q, args.k, args.v, args.o];
+    let next = Cell::new(0);
+    let moved = per_call(&|| {
+        next.set((next.get() + 1) % views.len());
+        cached.encode(scope.gpu(), "q", &views[next.get()]).unwrap();
+    });
+    for view in &views {
+        assert_eq!(cached.encode(scope.gpu(), "q", view).unwrap(), fresh(view), "a map with another address");
+    }
+    let entered = per_call(&|| drop(Scope::enter(&*gpu, stream).unwrap()));
     drop(scope);
-    println!("host time of a forward {forward:.2} us, of a schedule {schedule:.2} us, of a tensor map {encode:.3} us");
+    println!("host time of a forward {forward:.2} us, of a schedule {schedule:.2} us");
+    println!(
+        "of a new tensor map {encode:.3} us, of one with another address {moved:.3} us, of a scope {entered:.3} us"
+    );
     assert!(forward < 5.0, "a forward costs the host {forward} us");
 }

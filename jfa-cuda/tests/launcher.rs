@@ -54,6 +54,7 @@ struct Recorder {
     capturing: AtomicBool,
     waits: AtomicUsize,
     inside: AtomicUsize,
+    readdressed: AtomicUsize,
 }
 
 impl Recorder {
@@ -113,6 +114,11 @@ impl Gpu for Recorder {
         let mut words = [0; 16];
         words[0] = maps.len() as u64 - 1;
         Ok(TensorMap(words))
+    }
+    fn readdress(&self, map: &TensorMap, address: DataPtr) -> Option<Result<TensorMap>> {
+        let spec = self.maps.lock().unwrap()[usize::try_from(map.0[0]).unwrap()];
+        self.readdressed.fetch_add(1, Ordering::SeqCst);
+        Some(self.encode(&TensorMapSpec { address: address.addr() as u64, ..spec }))
     }
     unsafe fn launch(&self, _: Stream, kernel: KernelHandle, shape: &LaunchShape, args: &[KernelArg]) -> Result<()> {
         let bytes = |a: &KernelArg| {
@@ -271,6 +277,37 @@ fn fewer_rows_and_strides_of_the_call_are_what_the_maps_describe() {
     assert_eq!(spec.strides, [768, 768, 128, (1 << 39) - 768]);
     let p: ForwardParams = launches[1].params();
     assert_eq!((p.o_rows, p.lse_head_stride), (300, 1000));
+}
+
+#[test]
+fn tensors_that_differ_in_their_address_alone_share_a_map() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let problem = Problem::builder(DType::BF16, 4, 128).capacity(8, 1000, 1000).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let layout = Layout::jagged(8, offsets(0x100), offsets(0x200));
+    let mut args = forward_args(&problem, 1000);
+    let counts = || (gpu.maps.lock().unwrap().len(), gpu.readdressed.load(Ordering::SeqCst));
+    let specs = |args: &ForwardArgs| {
+        let launches = run(&gpu, &plan, &layout, args);
+        (0..4).map(|i| gpu.map(&launches[1], i)).collect::<Vec<_>>()
+    };
+    let first = specs(&args);
+    assert_eq!(counts(), (4, 0));
+    // The same tensors again, then the next layer's, then fewer rows.
+    assert_eq!(specs(&args), first);
+    assert_eq!(counts(), (4, 0));
+    args.k.data = at(0x1_2340_0000);
+    let moved = specs(&args);
+    assert_eq!(counts(), (5, 1));
+    assert_eq!(moved[1], TensorMapSpec { address: 0x1_2340_0000, ..first[1] });
+    assert_eq!((moved[0], moved[2], moved[3]), (first[0], first[2], first[3]));
+    (args.k.rows, args.v.rows) = (900, 900);
+    let shorter = specs(&args);
+    assert_eq!(counts(), (7, 1));
+    assert_eq!((shorter[1].dims[2], shorter[2].dims[2], shorter[0].dims[2]), (901, 901, 1001));
+    args.v.row_stride *= 2;
+    assert_eq!(specs(&args)[2].strides[0], 2 * first[2].strides[0]);
+    assert_eq!(specs(&args)[1], shorter[1]);
 }
 
 #[test]

@@ -125,6 +125,11 @@ pub trait Gpu: Send + Sync {
     /// Encodes a tensor map. A context is current: the driver refuses without one, although it follows no address.
     fn encode(&self, spec: &TensorMapSpec) -> Result<TensorMap>;
 
+    /// The same map for another address, which is a multiple of 16; `None` where an encoding from the start is as good.
+    fn readdress(&self, _map: &TensorMap, _address: DataPtr) -> Option<Result<TensorMap>> {
+        None
+    }
+
     /// Queues a launch on `stream`, whose context is current.
     ///
     /// # Safety

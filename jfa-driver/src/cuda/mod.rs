@@ -20,7 +20,7 @@ pub use resources::{CudaStream, DeviceBytes, Event, Graph, PinnedMemory};
 
 /// Driver functions this crate calls; cudarc panics at the first use of one that is missing, so that they are looked
 /// for beforehand.
-const NEEDED: [&str; 47] = [
+const NEEDED: [&str; 48] = [
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
     "cuCtxPopCurrent_v2",
@@ -67,6 +67,7 @@ const NEEDED: [&str; 47] = [
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuTensorMapEncodeTiled",
+    "cuTensorMapReplaceAddress",
     "cuThreadExchangeStreamCaptureMode",
 ];
 
@@ -345,6 +346,13 @@ impl Gpu for CudaGpu {
             e => e,
         })?;
         Ok(TensorMap(map.opaque))
+    }
+
+    fn readdress(&self, map: &TensorMap, address: DataPtr) -> Option<Result<TensorMap>> {
+        let mut map = sys::CUtensorMap { opaque: map.0 };
+        // SAFETY: the map was encoded by `encode`; the address is recorded, not followed.
+        let status = unsafe { sys::cuTensorMapReplaceAddress(&raw mut map, address.addr() as *mut c_void) };
+        Some(check("cuTensorMapReplaceAddress", status).map(|()| TensorMap(map.opaque)))
     }
 
     unsafe fn launch(
