@@ -103,7 +103,7 @@ fn script_text(tests: &[String]) -> String {
     let mut s = String::from(
         "#!/bin/sh\n\
          # Runs every GPU test and the conformance suite. SANITIZER=\"compute-sanitizer --tool memcheck\" puts a tool in front\n\
-         # of the test programs; BACKENDS names what the suite checks (default: cuda tlx; every generation: cuda tlx:g1 tlx:g2\n\
+         # of the programs and leaves the suite its quick cases; BACKENDS names what the suite checks (default: cuda tlx; every generation: cuda tlx:g1 tlx:g2\n\
          # tlx:g3 tlx:g4).\n\
          here=$(dirname \"$0\")\n\
          if ! ls /dev/nvidia[0-9]* >/dev/null 2>&1; then\n\
@@ -121,7 +121,8 @@ fn script_text(tests: &[String]) -> String {
     s.push_str(
         "for backend in ${BACKENDS:-cuda tlx}; do\n\
          \x20   echo \"== jfa-bench check --backend $backend\"\n\
-         \x20   \"$here/bin/jfa-bench\" check --backend \"$backend\" || failed=\"$failed check:$backend\"\n\
+         \x20   ${SANITIZER:-} \"$here/bin/jfa-bench\" check --backend \"$backend\" ${SANITIZER:+--quick} \\\n\
+         \x20       || failed=\"$failed check:$backend\"\n\
          done\n\
          if [ -n \"$failed\" ]; then\n\
          \x20   echo \"failed:$failed\"\n\
@@ -157,12 +158,15 @@ mod tests {
         program("a-gpu", 0);
         program("b-gpu", 3);
         program("jfa-bench", 0);
-        let run = |text: &str| {
+        let run_under = |text: &str, tool: Option<&str>| {
             let script = folder.path().join("run.sh");
             std::fs::write(&script, text).unwrap();
-            let out = Command::new("sh").arg(&script).env_remove("SANITIZER").env_remove("BACKENDS").output().unwrap();
+            let mut shell = Command::new("sh");
+            shell.arg(&script).env_remove("SANITIZER").env_remove("BACKENDS").envs(tool.map(|t| ("SANITIZER", t)));
+            let out = shell.output().unwrap();
             (out.status.code(), String::from_utf8(out.stdout).unwrap())
         };
+        let run = |text: &str| run_under(text, None);
         let text = script_text(&["a-gpu".to_owned(), "b-gpu".to_owned()]);
         assert!(text.contains("/dev/nvidia[0-9]*"));
         let absent = text.replace("/dev/nvidia[0-9]*", "/nonexistent[0-9]*");
@@ -178,5 +182,7 @@ mod tests {
         let (code, out) = run(&present);
         assert_eq!(code, Some(0));
         assert!(out.ends_with("all GPU tests passed\n"), "{out}");
+        let (_, out) = run_under(&present, Some("echo tool"));
+        assert!(out.contains("tool ") && out.contains("jfa-bench check --backend cuda --quick\n"), "{out}");
     }
 }
