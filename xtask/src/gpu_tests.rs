@@ -103,8 +103,8 @@ fn script_text(tests: &[String]) -> String {
     let mut s = String::from(
         "#!/bin/sh\n\
          # Runs every GPU test and the conformance suite. SANITIZER=\"compute-sanitizer --tool memcheck\" puts a tool in front\n\
-         # of the programs and leaves the suite its quick cases; BACKENDS names what the suite checks (default: cuda tlx; every generation: cuda tlx:g1 tlx:g2\n\
-         # tlx:g3 tlx:g4).\n\
+         # of the programs and leaves the suite its quick cases; BACKENDS names what the suite checks (default:\n\
+         # cuda tlx; every generation: cuda tlx:g1 tlx:g2 tlx:g3 tlx:g4).\n\
          here=$(dirname \"$0\")\n\
          if ! ls /dev/nvidia[0-9]* >/dev/null 2>&1; then\n\
          \x20   echo \"skipped: no CUDA device\"\n\
