@@ -6,8 +6,8 @@
     python products.py rows DIR               # anywhere: prints dot products and GPU results, as tests/products.txt keeps them
 
 A form is one instruction (or a chain of four); a family is a way to draw operands: exponents far apart, cancellation, subnormal
-numbers, infinities and NaN, overflow, powers of two that show where the sum is cut. Every form and family has 32 tiles of
-64 rows and 8 columns, 16,384 dot products.
+numbers, infinities and NaN, overflow, powers of two that show where the sum is cut. Every form and family has 16 tiles of
+64 rows and 8 columns, 8,192 dot products.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-TILES, M, N = 32, 64, 8
+TILES, M, N = 16, 64, 8
 # Exponent, mantissa and all bits; tf32 operands are f32 patterns whose low 13 bits the hardware ignores.
 TYPES = {"bf16": (8, 7, 16), "f16": (5, 10, 16), "tf32": (8, 23, 32, "tf32")}
 # Name: instruction, type, K, instructions in a chain, keeps the accumulators, f16 accumulators.

@@ -36,9 +36,9 @@ pub struct Config {
     pub threads: usize,
     /// Warp instructions without any visible change after which spinning counts as deadlock.
     pub spin_limit: u64,
-    /// Demands two fences that the PTX memory model asks for and the Triton compiler leaves out: one that shows an
-    /// `mbarrier.init` to the asynchronous proxy, and `tcgen05.fence::after_thread_sync` between a barrier and uses of
-    /// tensor memory that others wrote.
+    /// Demands what the PTX rules ask for and the Triton compiler leaves out: the fence that shows an `mbarrier.init` to
+    /// the asynchronous proxy; `tcgen05.fence::after_thread_sync` between a barrier and uses of tensor memory that others
+    /// wrote; and no moves of registers that a `wgmma` or `tcgen05.ld` in flight is to fill.
     pub strict_fences: bool,
     /// Multiprocessors that kernels and launchers see. Few make persistent kernels cheap, and each CTA walk through
     /// several units of work.

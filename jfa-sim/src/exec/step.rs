@@ -5,7 +5,7 @@ use super::warp::{State, Warp};
 use super::{Cluster, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, WINDOW};
 use crate::alu::{self, Lanes};
 use crate::findings::Kind;
-use crate::ir::{Addr, Bool, Class, Dst, Inst, NONE, Op, SReg, ShflMode, Src, Tcgen, VoteMode};
+use crate::ir::{Addr, Bool, Class, Dst, Inst, NONE, Op, PSrc, SReg, ShflMode, Src, Tcgen, VoteMode};
 use crate::order::Strength;
 use crate::ptx::Space;
 use crate::tensor_map::TensorMap;
@@ -116,13 +116,26 @@ impl<'a> Cluster<'a> {
                 continue;
             }
             w.line = inst.line;
+            let mut renamed = false;
             if (!w.products.is_empty() || w.tmem_loads > 0) && !matches!(inst.op, Op::Wgmma(_) | Op::WgmmaWait(_)) {
-                self.check_busy(w, pc);
+                renamed = !self.l.cfg.strict_fences && self.rename(w, inst, pc);
+                if !renamed {
+                    self.check_busy(w, pc);
+                }
             }
-            if w.undefined_from.is_some() {
-                self.check_undefined(w, inst, pc, mask);
-            }
+            let before = if renamed { Some(self.sources_written(w, pc)) } else { None };
+            let unsure = if w.undefined_from.is_some() { self.check_undefined(w, inst, pc, mask) } else { 0 };
             let next = self.step(w, inst, pc, mask);
+            if unsure != 0 {
+                for p in written_predicates(&inst.op) {
+                    w.unsure[p as usize] |= unsure;
+                }
+            }
+            if let Some(epoch) = before {
+                for r in self.written_registers(pc) {
+                    w.written[r] = epoch;
+                }
+            }
             match next {
                 Next::Step | Next::Yield => {
                     self.counters.by_class[inst.class as usize] += 1;
@@ -168,6 +181,47 @@ impl<'a> Cluster<'a> {
         w.frags.len() != before.0 || w.frags.get(k).is_none_or(|f| (f.pc, f.mask) != (before.1, before.2)) || w.cur != k
     }
 
+    /// A move of registers in flight. PTX forbids it; the Triton compiler emits it where the machine code has one register
+    /// for both, so there it only passes the state on. True if that was the case.
+    fn rename(&mut self, w: &mut Warp, inst: &Inst, pc: u32) -> bool {
+        if !matches!(inst.op, Op::Mov(..) | Op::Pack(..) | Op::Unpack(..)) {
+            return false;
+        }
+        let k = self.l.kernel;
+        let (a, b) = (k.use_start[pc as usize] as usize, k.use_start[pc as usize + 1] as usize);
+        let busy = |w: &Warp, write: bool| {
+            k.uses[a..b]
+                .iter()
+                .filter(|u| (*u >> 31 == 1) == write)
+                .fold(0, |m, u| m | w.busy[(u & 0x7fff_ffff) as usize])
+        };
+        let flags = busy(w, false) & 5;
+        if flags == 0 || busy(w, true) & 3 != 0 {
+            return false;
+        }
+        if flags & 1 != 0 {
+            self.run_products(w, u32::MAX);
+        }
+        for r in self.written_registers(pc) {
+            w.busy[r] |= flags;
+        }
+        true
+    }
+
+    fn written_registers(&self, pc: u32) -> impl Iterator<Item = usize> + use<'a> {
+        let k = self.l.kernel;
+        let (a, b) = (k.use_start[pc as usize] as usize, k.use_start[pc as usize + 1] as usize);
+        k.uses[a..b].iter().filter(|u| *u >> 31 == 1).map(|u| (u & 0x7fff_ffff) as usize)
+    }
+
+    /// Fence epoch that counts for a move: the present one if a source was written in it.
+    fn sources_written(&self, w: &Warp, pc: u32) -> u32 {
+        let k = self.l.kernel;
+        let (a, b) = (k.use_start[pc as usize] as usize, k.use_start[pc as usize + 1] as usize);
+        let dirty = k.uses[a..b].iter().any(|u| *u >> 31 == 0 && w.written[*u as usize] == w.fence_epoch);
+        if dirty { w.fence_epoch } else { w.fence_epoch.wrapping_sub(1) }
+    }
+
     /// Reports the use of registers that belong to asynchronous work.
     fn check_busy(&mut self, w: &mut Warp, pc: u32) {
         let k = self.l.kernel;
@@ -209,14 +263,19 @@ impl<'a> Cluster<'a> {
         }
     }
 
-    /// Follows values that nothing wrote through arithmetic, and reports what depends on them.
-    fn check_undefined(&mut self, w: &mut Warp, inst: &Inst, pc: u32, mask: u32) {
+    /// Follows values that nothing wrote through arithmetic and predicates, and reports what depends on them: addresses,
+    /// branches, everything that others see. Returns the lanes whose predicates the instruction makes unsure.
+    fn check_undefined(&mut self, w: &mut Warp, inst: &Inst, pc: u32, mask: u32) -> u32 {
         let k = self.l.kernel;
         let (a, b) = (k.use_start[pc as usize] as usize, k.use_start[pc as usize + 1] as usize);
         let (mut from, mut reg) = (0, NONE);
         let stored_only = |r: u32| match &inst.op {
             Op::St { addr, .. } => !matches!(addr.base, Src::Reg(x) if x == r),
             Op::Tcgen(Tcgen::St { addr, .. }) => !matches!(addr.base, Src::Reg(x) if x == r),
+            // The exchange itself passes them on.
+            Op::Shfl { a, b, c, mask, .. } => {
+                matches!(a, Src::Reg(x) if *x == r) && ![b, c, mask].iter().any(|s| matches!(s, Src::Reg(x) if *x == r))
+            }
             _ => false,
         };
         for &u in &k.uses[a..b] {
@@ -243,6 +302,11 @@ impl<'a> Cluster<'a> {
                 | Op::CvtPack(..)
                 | Op::CvtaShared { .. }
                 | Op::CvtaWindow { .. }
+                | Op::Set { .. }
+                | Op::Setp { .. }
+                | Op::SetpX2 { .. }
+                | Op::PLogic(..)
+                | Op::PMov(..)
         );
         // A selection depends on what it selects only.
         if let (Op::Selp(_, x, y, p), true) = (&inst.op, from != 0) {
@@ -250,6 +314,17 @@ impl<'a> Cluster<'a> {
             let of = |s: &Src| if let Src::Reg(r) = s { w.undefined[*r as usize] } else { 0 };
             from = ((of(x) & p) | (of(y) & !p)) & mask;
         }
+        let unsure = |w: &Warp, p: &PSrc| if p.id == NONE { 0 } else { w.unsure[p.id as usize] };
+        let asked = match &inst.op {
+            Op::Selp(_, _, _, p) | Op::PMov(_, p) | Op::Vote { p, .. } | Op::Setp { with: Some((_, p)), .. } => {
+                unsure(w, p)
+            }
+            Op::PLogic(_, _, p, q) => unsure(w, p) | unsure(w, q),
+            _ => 0,
+        };
+        // Lanes of which nobody can say whether they execute it.
+        let maybe = unsure(w, &inst.guard) & w.frags[w.cur].mask;
+        from |= (asked & mask) | maybe;
         for &u in &k.uses[a..b] {
             if u >> 31 == 1 {
                 let r = (u & 0x7fff_ffff) as usize;
@@ -265,8 +340,13 @@ impl<'a> Cluster<'a> {
                 Some(addr),
                 format!("uses a value that PTX line {line} loaded from memory that nothing wrote"),
             );
-            w.undefined[reg as usize] = 0;
+            if reg != NONE {
+                w.undefined[reg as usize] = 0;
+            }
+            w.unsure.iter_mut().for_each(|u| *u = 0);
+            return 0;
         }
+        from
     }
 
     /// Waits until the lanes `need` are at this instruction; `Some(lanes)` when the operation can run for all of them,
@@ -605,7 +685,11 @@ impl<'a> Cluster<'a> {
                 self.fetch(w, *s, &mut a);
                 self.fetch(w, *t, &mut b);
                 self.fetch(w, *u, &mut c);
-                let mut valid = 0;
+                let undefined = match *s {
+                    Src::Reg(r) if w.undefined_from.is_some() => w.undefined[r as usize],
+                    _ => 0,
+                };
+                let (mut valid, mut unknown) = (0, 0);
                 for i in 0..32usize {
                     let seg = (c[i] >> 8 & 0x1f) as usize;
                     let clamp = (c[i] & 0x1f) as usize;
@@ -623,8 +707,13 @@ impl<'a> Cluster<'a> {
                     let j = if ok { j & 31 } else { i };
                     valid |= u32::from(ok) << i;
                     o[i] = a[j] & 0xffff_ffff;
+                    unknown |= (undefined >> j & 1) << i;
                 }
                 w.set(*d, exec, &o);
+                if w.undefined_from.is_some() && *d != NONE {
+                    let u = &mut w.undefined[*d as usize];
+                    *u = (*u & !exec) | (unknown & exec);
+                }
                 w.set_pred(*p, exec, valid);
             }
             Op::Vote { mode, d, p, mask: m } => {
@@ -1118,6 +1207,16 @@ impl<'a> Cluster<'a> {
             }
         }
     }
+}
+
+/// Predicates that an instruction computes from its operands.
+fn written_predicates(op: &Op) -> impl Iterator<Item = u32> {
+    let two = match op {
+        Op::Setp { p, q, .. } | Op::SetpX2 { p, q, .. } => [*p, *q],
+        Op::PLogic(_, p, ..) | Op::PMov(p, _) => [*p, NONE],
+        _ => [NONE, NONE],
+    };
+    two.into_iter().filter(|p| *p != NONE)
 }
 
 /// The addresses of the lanes of `mask`, each once.

@@ -133,6 +133,8 @@ pub(crate) struct Warp {
     pub cluster_arrived: bool,
     /// Lanes of each register whose value comes from memory that nothing wrote.
     pub undefined: Vec<u32>,
+    /// The same of each predicate.
+    pub unsure: Vec<u32>,
     /// Some register had such a value; and where the last one was loaded: line and address.
     pub undefined_from: Option<(u32, u64)>,
     /// Progress of the cluster when a blocking wait last gave up.
@@ -197,6 +199,7 @@ impl Warp {
             tensor_view: TensorView::default(),
             cluster_arrived: false,
             undefined: vec![0; k.regs as usize],
+            unsure: vec![0; k.preds as usize],
             undefined_from: None,
             gave_up: u64::MAX,
         }
@@ -249,6 +252,7 @@ impl Warp {
         if p != NONE {
             let r = &mut self.preds[p as usize];
             *r = (*r & !mask) | (v & mask);
+            self.unsure[p as usize] &= !mask;
         }
     }
 
