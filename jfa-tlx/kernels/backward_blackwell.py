@@ -106,13 +106,13 @@ def dq_issue(cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, x_t
 
 @triton.jit
 def dq_weigh(me: tl.constexpr, place, key, s_parts, dp_parts, ds_tiles, s_full, dp_full, ds_full, lse_rows, delta_rows, scale_log2, least,
-             most, dtype: tl.constexpr, CUT: tl.constexpr):
+             most, cut, dtype: tl.constexpr):
     tlx.barrier_wait(s_full[place % 2], place // 2 & 1)
     s = tlx.local_load(s_parts[place % 2 * 2 + me])
     p = tl.math.exp2(tl.minimum(s * scale_log2 - lse_rows[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
     tlx.barrier_wait(dp_full[0], place & 1)
     ds = p * (tlx.local_load(dp_parts[me]) - delta_rows[:, None])
-    if CUT:
+    if cut:
         jj = me * PART + tl.arange(0, PART)[None, :]
         ii = tl.arange(0, BLOCK)[:, None]
         first = ii + clamp_to(least.to(tl.int64) - key, -1024, 1024)
@@ -163,17 +163,9 @@ def dq_weights(me: tl.constexpr, dq_map, partial, delta, delta_head, scale, scal
         lse_rows = tlx.local_load(lse_tiles[record % 2])
         tlx.barrier_arrive(vector_empty[record % 2])
         tlx.barrier_wait(a_full[slot], record // SLOTS & 1)
-        for key in tl.range(lo, bulk, TILE):
+        for key in tl.range(lo, hi, TILE):
             dq_weigh(me, place, key, s_parts, dp_parts, ds_tiles, s_full, dp_full, ds_full, lse_rows, delta_rows, scale_log2, least, most,
-                     dtype, True)
-            place += 1
-        for key in tl.range(bulk, rest, TILE):
-            dq_weigh(me, place, key, s_parts, dp_parts, ds_tiles, s_full, dp_full, ds_full, lse_rows, delta_rows, scale_log2, least, most,
-                     dtype, False)
-            place += 1
-        for key in tl.range(rest, hi, TILE):
-            dq_weigh(me, place, key, s_parts, dp_parts, ds_tiles, s_full, dp_full, ds_full, lse_rows, delta_rows, scale_log2, least, most,
-                     dtype, True)
+                     (key < bulk) | (key >= rest), dtype)
             place += 1
         if BROADCAST:
             tlx.barrier_arrive(resident_empty[slot])
@@ -199,15 +191,15 @@ def dq_weights(me: tl.constexpr, dq_map, partial, delta, delta_head, scale, scal
         item = tl.program_id(0)
         at = item // heads_q // slices * BLOCK + tl.arange(0, BLOCK)
         base = partial + ((item // heads_q % slices).to(tl.int64) * heads_q + item % heads_q) * broadcast * HEAD_DIM
-        for x in tl.static_range(HEAD_DIM // 32):
-            if x % 2 == me:
-                # Through the place of q, which nobody reads any more: whole rows leave together.
+        for x in tl.static_range(HEAD_DIM // PART):
+            if x == me:
+                # Through the place of q, or of keys, which nobody reads any more: whole rows leave together.
                 if place > 0:
-                    tlx.local_store(sum_tiles[me], tlx.local_load(tlx.subslice(dq_sums[0], x * 32, 32)))
+                    tlx.local_store(sum_tiles[0], tlx.local_load(tlx.subslice(dq_sums[0], x * PART, PART)))
                 else:
-                    tlx.local_store(sum_tiles[me], tl.zeros([BLOCK, 32], tl.float32))
-                columns = x * 32 + tl.arange(0, 32)
-                tl.store(base + at.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :], tlx.local_load(sum_tiles[me]), mask=(at < broadcast)[:, None])
+                    tlx.local_store(sum_tiles[0], tl.zeros([BLOCK, PART], tl.float32))
+                columns = x * PART + tl.arange(0, PART)
+                tl.store(base + at.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :], tlx.local_load(sum_tiles[0]), mask=(at < broadcast)[:, None])
 
 
 @triton.jit
@@ -219,11 +211,12 @@ def dq_pass(q_map, k_map, v_map, o_map, d_o_map, dq_map, partial, lse, delta, he
     STAGES: tl.constexpr = 2 if HEAD_DIM > 64 else 3
     a_tiles = tlx.local_alloc((BLOCK, HEAD_DIM), dtype, SLOTS)
     out_tiles = tlx.local_alloc((BLOCK, PART), dtype, SLOTS * (HEAD_DIM // PART), reuse=a_tiles)
-    sum_tiles = tlx.local_alloc((BLOCK, 32), tl.float32, 2, reuse=a_tiles)
     b_tiles = tlx.local_alloc((BLOCK, HEAD_DIM), dtype, SLOTS)
     x_tiles = tlx.local_alloc((TILE, HEAD_DIM), dtype, STAGES)
     y_tiles = tlx.local_alloc((TILE, HEAD_DIM), dtype, STAGES)
     o_tiles = tlx.local_alloc((BLOCK, HEAD_DIM), dtype, 1)
+    sum_tiles_0 = tlx.local_alloc((BLOCK, PART), tl.float32, 1, reuse=a_tiles)
+    sum_tiles_1 = tlx.local_alloc((BLOCK, PART), tl.float32, 1, reuse=x_tiles)
     lse_tiles = tlx.local_alloc((BLOCK, ), tl.float32, 2)
     delta_tiles = tlx.local_alloc((BLOCK, ), tl.float32, SLOTS)
     s_sums = tlx.local_alloc((BLOCK, TILE), tl.float32, 2, tlx.storage_kind.tmem)
@@ -257,12 +250,12 @@ def dq_pass(q_map, k_map, v_map, o_map, d_o_map, dq_map, partial, lse, delta, he
             dq_weights(0, dq_map, partial, delta, delta_head, scale, scale_log2, heads_q, broadcast, slices, cells, item_full, item_empty,
                        a_tiles, b_tiles, a_full, b_full, resident_empty, o_tiles, o_full, o_empty, lse_tiles, delta_tiles, delta_full,
                        vector_full, vector_empty, s_parts, dp_parts, ds_tiles, dq_sums, s_full, dp_full, ds_full, sums_full, sums_empty,
-                       out_tiles, sum_tiles, SLOTS, HEAD_DIM, BROADCAST)
+                       out_tiles, sum_tiles_0, SLOTS, HEAD_DIM, BROADCAST)
         with tlx.async_task(num_warps=4, registers=208):
             dq_weights(1, dq_map, partial, delta, delta_head, scale, scale_log2, heads_q, broadcast, slices, cells, item_full, item_empty,
                        a_tiles, b_tiles, a_full, b_full, resident_empty, o_tiles, o_full, o_empty, lse_tiles, delta_tiles, delta_full,
                        vector_full, vector_empty, s_parts, dp_parts, ds_tiles, dq_sums, s_full, dp_full, ds_full, sums_full, sums_empty,
-                       out_tiles, sum_tiles, SLOTS, HEAD_DIM, BROADCAST)
+                       out_tiles, sum_tiles_1, SLOTS, HEAD_DIM, BROADCAST)
         with tlx.async_task(num_warps=1, registers=88):
             dq_issue(cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, x_tiles, y_tiles, x_full, y_full, ring_empty, s_sums,
                      dp_sums, ds_tiles, dq_sums, s_full, dp_full, ds_full, sums_full, sums_empty, finished, SLOTS, STAGES, HEAD_DIM, BROADCAST)
@@ -354,27 +347,34 @@ def dkdv_issue(cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, x
 
 
 @triton.jit
+def select(me: tl.constexpr, row, cells, record, x):
+    """x where a diagonal leaves it, else 0."""
+    jj = tl.arange(0, BLOCK)[:, None]
+    ii = me * PART + tl.arange(0, PART)[None, :]
+    first = jj - clamp_to(field(cells, record, MOST).to(tl.int64) + row, -1024, 1024)
+    last = jj - clamp_to(field(cells, record, LEAST).to(tl.int64) + row, -1024, 1024)
+    return tl.where((ii >= first) & (ii <= last), x, 0.0)
+
+
+@triton.jit
 def dkdv_weigh(me: tl.constexpr, place, row, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
-               vector_full, vector_empty, cells, record, scale_log2, dtype: tl.constexpr, STAGES: tl.constexpr, CUT: tl.constexpr):
+               vector_full, vector_empty, cells, record, scale_log2, dtype: tl.constexpr, STAGES: tl.constexpr):
     stage = place % STAGES
     tlx.barrier_wait(vector_full[stage], place // STAGES & 1)
     tlx.barrier_wait(s_full[0], place & 1)
     lse_rows = tlx.local_load(tlx.local_slice(lse_tiles[stage], [me * PART], [PART]))
     s = tlx.local_load(s_parts[me])
     p = tl.math.exp2(tl.minimum(s * scale_log2 - lse_rows[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
-    if CUT:
-        jj = tl.arange(0, BLOCK)[:, None]
-        ii = me * PART + tl.arange(0, PART)[None, :]
-        first = jj - clamp_to(field(cells, record, MOST).to(tl.int64) + row, -1024, 1024)
-        last = jj - clamp_to(field(cells, record, LEAST).to(tl.int64) + row, -1024, 1024)
-        p = tl.where((ii >= first) & (ii <= last), p, 0.0)
+    cut = (row < field(cells, record, BULK)) | (row >= field(cells, record, REST))
+    if cut:
+        p = select(me, row, cells, record, p)
     tlx.local_store(p_tiles[2 * me], p.to(dtype))
     tlx.barrier_arrive(p_full[0])
     tlx.barrier_wait(dp_full[0], place & 1)
     dp = tlx.local_load(dp_parts[me])
     ds = p * (dp - tlx.local_load(tlx.local_slice(delta_tiles[stage], [me * PART], [PART]))[None, :])
-    if CUT:  # where p is 0 the other factor need not be finite
-        ds = tl.where((ii >= first) & (ii <= last), ds, 0.0)
+    if cut:  # where p is 0 the other factor need not be finite
+        ds = select(me, row, cells, record, ds)
     tlx.local_store(ds_tiles[2 * me], ds.to(dtype))
     tlx.barrier_arrive(ds_full[0])
     tlx.barrier_arrive(vector_empty[stage])
@@ -397,20 +397,9 @@ def dkdv_weights(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, ite
         begin = place
         more = state + 0
         while more >= 0:
-            lo = field(cells, record, LO)
-            bulk = field(cells, record, BULK)
-            for row in tl.range(lo, bulk, TILE):
+            for row in tl.range(field(cells, record, LO), field(cells, record, HI), TILE):
                 dkdv_weigh(me, place, row, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
-                           vector_full, vector_empty, cells, record, scale_log2, dtype, STAGES, True)
-                place += 1
-            rest = field(cells, record, REST)
-            for row in tl.range(bulk, rest, TILE):
-                dkdv_weigh(me, place, row, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
-                           vector_full, vector_empty, cells, record, scale_log2, dtype, STAGES, False)
-                place += 1
-            for row in tl.range(rest, field(cells, record, HI), TILE):
-                dkdv_weigh(me, place, row, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
-                           vector_full, vector_empty, cells, record, scale_log2, dtype, STAGES, True)
+                           vector_full, vector_empty, cells, record, scale_log2, dtype, STAGES)
                 place += 1
             # The record is kept to the end of its last segment: the results are stored by it.
             more = -1 + (field(cells, record, STATE) & MORE)
