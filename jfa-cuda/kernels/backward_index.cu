@@ -6,6 +6,7 @@
 //               order already. Every pass counts digits per warp (a warp has a stretch of its own), scans, and moves
 //   units       binned by the blocks of query rows that a key/value sequence has; tiles of one stay neighbours
 //   safety      what the schedule left is clamped; offsets are clamped here as there
+//   code        kept short on purpose: it is fetched from memory at every launch
 #include "split.cuh"
 
 namespace jfa {
@@ -30,6 +31,7 @@ struct Sums {
 __device__ Sums scan(int value, SharedMemory& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const auto up_to_lane = [&](int v) {
+#pragma unroll 1
         for (int d = 1; d < 32; d *= 2) {
             const int n = __shfl_up_sync(~0u, v, d);
             if (lane >= d) v += n;
@@ -56,6 +58,7 @@ __device__ int distribute(SharedMemory& shared, int n, Digit digit, Move move) {
     int(&own)[digits] = shared.count[warp];
     // Walks over the warp's stretch in order: visit(i, own[digit]), and own[digit] grows by one each time.
     const auto every = [&](auto visit) {
+#pragma unroll 1
         for (int base = begin; base < end; base += 32) {
             const int i = base + lane, d = i < end ? digit(i) : -1;
             const unsigned equal = __match_any_sync(~0u, d);
@@ -67,6 +70,7 @@ __device__ int distribute(SharedMemory& shared, int n, Digit digit, Move move) {
         }
     };
 
+#pragma unroll 1
     for (int i = threadIdx.x; i < warps * digits; i += threads) shared.count[i / digits][i % digits] = 0;
     __syncthreads();
     every([](int, int) {});
@@ -75,9 +79,11 @@ __device__ int distribute(SharedMemory& shared, int n, Digit digit, Move move) {
     constexpr int part = warps * digits / threads;
     const int d = threadIdx.x * part / warps, first_warp = threadIdx.x * part % warps;
     int sum = 0;
+#pragma unroll
     for (int w = 0; w < part; ++w) sum += shared.count[first_warp + w][d];
     const Sums sums = scan(sum, shared);
     int place = sums.before;
+#pragma unroll
     for (int w = 0; w < part; ++w) {
         const int here = shared.count[first_warp + w][d];
         shared.count[first_warp + w][d] = place;
@@ -110,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_backward_index(cons
     int* blocks = p.scratch + 4ll * p.batch;
 
     // Key/value sequences, without members as yet.
+#pragma unroll 1
     for (int s = threadIdx.x; s < p.kv_batch; s += threads) {
         long long start = entry(p.kv_offsets, p.kv_offsets_are_64bit, s), end = entry(p.kv_offsets, p.kv_offsets_are_64bit, s + 1ll);
         start = max(0ll, min(start, static_cast<long long>(p.total_kv)));
@@ -119,30 +126,34 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_backward_index(cons
         blocks[s] = 0;
     }
 
-    // Members.
-    const int members = distribute(
-        shared, p.batch,
-        [&](int i) { return p.sequences[i].q_len > 0 && static_cast<unsigned>(p.sequences[i].kv_sequence) < static_cast<unsigned>(p.kv_batch) ? 0 : -1; },
-        [&](int i, int place) {
-            number[place] = i;
-            key[place] = p.sequences[i].kv_sequence;
+    // Members: first those with rows and keys, as they come, then digit by digit where that is not their order. One loop for both, so
+    // that its code is there once.
+    int members = p.batch;
+#pragma unroll 1
+    for (int shift = -digit_bits;;) {
+        const auto digit = [&](int i) {
+            if (shift >= 0) return key[i] >> shift & (digits - 1);
+            const JfaSequence& s = p.sequences[i];
+            return s.q_len > 0 && static_cast<unsigned>(s.kv_sequence) < static_cast<unsigned>(p.kv_batch) ? 0 : -1;
+        };
+        members = distribute(shared, members, digit, [&](int i, int place) {
+            next_number[place] = shift < 0 ? i : number[i];
+            next_key[place] = shift < 0 ? p.sequences[i].kv_sequence : key[i];
         });
-    bool in_order = true;
-    for (int i = threadIdx.x + 1; i < members; i += threads) in_order &= key[i - 1] <= key[i];
-    if (!__syncthreads_and(in_order)) {
-        for (int shift = 0; shift < 32 && (p.kv_batch - 1) >> shift; shift += digit_bits) {
-            distribute(
-                shared, members, [&](int i) { return key[i] >> shift & (digits - 1); },
-                [&](int i, int place) {
-                    next_number[place] = number[i];
-                    next_key[place] = key[i];
-                });
-            int* t = number;
-            number = next_number, next_number = t;
-            t = key;
-            key = next_key, next_key = t;
+        int* t = number;
+        number = next_number, next_number = t;
+        t = key;
+        key = next_key, next_key = t;
+        shift += digit_bits;
+        if (shift == 0) {
+            bool in_order = true;
+#pragma unroll 1
+            for (int i = threadIdx.x + 1; i < members; i += threads) in_order &= key[i - 1] <= key[i];
+            if (__syncthreads_and(in_order)) break;
         }
+        if (shift >= 32 || (p.kv_batch - 1) >> shift == 0) break;
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < members; i += threads) {
         const JfaSequence s = p.sequences[number[i]];
         const int k = key[i];
@@ -156,23 +167,28 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_backward_index(cons
     shared.bin[threadIdx.x] = 0;
     __syncthreads();
     const auto tiles_of = [&](int s) { return (p.keys[s].kv_len + p.unit_keys - 1) / p.unit_keys; };
+#pragma unroll 1
     for (int s = threadIdx.x; s < p.kv_batch; s += threads) atomicAdd(&shared.bin[bin_of(blocks[s])], tiles_of(s));
     __syncthreads();
     const Sums sums = scan(shared.bin[threadIdx.x], shared);
     shared.bin[threadIdx.x] = sums.before;
     __syncthreads();
     const int lane = threadIdx.x % 32;
+#pragma unroll 1
     for (int base = threadIdx.x - lane; base < p.kv_batch; base += threads) {
         // A lane writes its sequence's tiles, or its warp does where they are many.
         const int s = base + lane, tiles = s < p.kv_batch ? tiles_of(s) : 0;
         const int place = tiles ? atomicAdd(&shared.bin[bin_of(blocks[s])], tiles) : 0;
         constexpr int many = 8;
         if (tiles <= many) {
+#pragma unroll 1
             for (int t = 0; t < tiles && place + t < p.capacity; ++t) p.units[place + t] = {s, t * p.unit_keys};
         }
+#pragma unroll 1
         for (unsigned some = __ballot_sync(~0u, tiles > many); some; some &= some - 1) {
             const int from = __ffs(some) - 1;
             const int n = __shfl_sync(~0u, tiles, from), at = __shfl_sync(~0u, place, from);
+#pragma unroll 1
             for (int t = lane; t < n && at + t < p.capacity; t += 32) p.units[at + t] = {base + from, t * p.unit_keys};
         }
     }

@@ -42,14 +42,14 @@ struct Chosen {
 /// The kernels of a backward on one device.
 enum ChosenBackward {
     /// One kernel for all gradients.
-    Whole(WholeBackward),
+    Whole(Box<WholeBackward>),
     /// One for dq, one for dk and dv.
-    Split(split::Kernels),
+    Split(Box<split::Kernels>),
 }
 
 impl ChosenBackward {
     /// Units of its list in the schedule, where it has one.
-    const fn units(&self) -> Option<Units> {
+    fn units(&self) -> Option<Units> {
         match self {
             ChosenBackward::Whole(b) => Some(b.units),
             ChosenBackward::Split(_) => None,
@@ -57,7 +57,7 @@ impl ChosenBackward {
     }
 
     /// Tiles, where it is split.
-    const fn tiles(&self) -> Option<split::Tiles> {
+    fn tiles(&self) -> Option<split::Tiles> {
         match self {
             ChosenBackward::Whole(_) => None,
             ChosenBackward::Split(b) => Some(b.tiles),
@@ -279,7 +279,7 @@ impl CudaPlan {
         let whole = !problem.uses_kv_index && choose(set, device, Wanted { kind: "backward", ..wanted }).is_ok();
         if !whole {
             return split::Kernels::choose(name, set, device, wanted, problem, forward_rows, packed_log2)
-                .map(ChosenBackward::Split);
+                .map(|kernels| ChosenBackward::Split(Box::new(kernels)));
         }
         let of_kind = |kind| {
             choose(set, device, Wanted { kind, ..wanted }).map_err(|e| Error::Unsupported {
@@ -293,7 +293,7 @@ impl CudaPlan {
         check_promises(info)?;
         check_promises(&kernels[reduce])?;
         let map = |parameter| map_of(info, parameter, |t| t).map(CachedMap::new);
-        Ok(ChosenBackward::Whole(WholeBackward {
+        Ok(ChosenBackward::Whole(Box::new(WholeBackward {
             backward,
             reduce,
             maps: [map("q")?, map("k")?, map("v")?, map("o")?, map("d_o")?, map("dq")?, map("dk")?, map("dv")?],
@@ -302,7 +302,7 @@ impl CudaPlan {
                 tile: constant(info, "q_tile")?,
                 heads: problem.heads_kv,
             },
-        }))
+        })))
     }
 
     fn failed(&self, e: DriverError) -> Error {
