@@ -164,6 +164,20 @@ def masked(s, tile, first_visible, end_visible, factor, KV_TILE: tl.constexpr):
 
 
 @triton.jit
+def masked_left(s, tile, first_visible, KV_TILE: tl.constexpr):
+    """Scores of a tile that only a window's left edge cuts."""
+    j = tile * KV_TILE + tl.arange(0, KV_TILE)[None, :]
+    return tl.where(j >= first_visible[:, None], s, float("-inf"))
+
+
+@triton.jit
+def masked_right(s, tile, end_visible, KV_TILE: tl.constexpr):
+    """Scores of a tile that only a diagonal or the sequence's end cuts."""
+    j = tile * KV_TILE + tl.arange(0, KV_TILE)[None, :]
+    return tl.where(j < end_visible[:, None], s, float("-inf"))
+
+
+@triton.jit
 def softmax(s, top, scale):
     """Probabilities of a tile against the new maximum of the rows; what shrinks everything before."""
     new_top = tl.maximum(top, tl.max(s, 1))
@@ -174,7 +188,7 @@ def softmax(s, top, scale):
 
 @triton.jit
 def step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total, scale, tile, first_visible,
-         end_visible, factor, dtype: tl.constexpr, MASKED: tl.constexpr, KV_TILE: tl.constexpr, KV_STAGES: tl.constexpr):
+         end_visible, factor, dtype: tl.constexpr, MASK: tl.constexpr, KV_TILE: tl.constexpr, KV_STAGES: tl.constexpr):
     """Scores and probabilities of the tile at `place` while the product of the one before with its values runs. (A branch between
     the two waits would make the assembler join them.)"""
     slot = place % KV_STAGES
@@ -185,8 +199,10 @@ def step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc,
     acc = tlx.async_dot(weights, v_tiles[before], acc)
     s = tlx.async_dot_wait(1, s)
     release(k_empty[slot])
-    if MASKED:
+    if MASK == "both":
         s = masked(s, tile, first_visible, end_visible, factor, KV_TILE)
+    elif MASK == "left":
+        s = masked_left(s, tile, first_visible, KV_TILE)
     p, top, shrink = softmax(s, top, scale)
     total = total * shrink + tl.sum(p, 1)
     weights = p.to(dtype)
@@ -196,12 +212,48 @@ def step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc,
 
 
 @triton.jit
+def block_of(me: tl.constexpr, lone, unit_first, q_len, kv_len, left, right, bottom_right, rows, base, KV_TILE: tl.constexpr):
+    """This consumer's block of a unit whose first tile stands at place `base`: whether there is one, its first row, the place of tile t
+    plus t, its first place and the one behind its last, the one behind the unit's last."""
+    shift = diagonal_shift(bottom_right, q_len, kv_len)
+    lo, hi, tile0, tiles = unit_keys(unit_first, 2 * rows, q_len, kv_len, left, right, shift, KV_TILE)
+    both = q_len - unit_first > rows
+    mine = both | ((lone & 1) == me)  # a lone block goes to the consumers in turn
+    first = unit_first + tl.where(both, me * rows, 0)
+    own_lo, own_hi, own_tile, own_tiles = unit_keys(first, rows, q_len, kv_len, left, right, shift, KV_TILE)
+    to_tile = base + tile0 + tiles - 1
+    begin = tl.where(own_tiles > 0, to_tile + 1 - own_tile - own_tiles, base)
+    return mine, both, shift, first, to_tile, begin, begin + own_tiles, base + tiles
+
+
+@triton.jit
+def finish(acc, top, total, scale, me: tl.constexpr, item, o_row, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, heads, group,
+           packed_log2, rows, BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """Divides by the sum; stores o and lse."""
+    # No maximum means no visible key: o is exactly 0 and lse -inf, whatever v holds.
+    blind = (top == float("-inf")) & (total == total)
+    acc = acc * (1.0 / tl.where(blind, 1.0, total))[:, None]
+    if blind_rows:
+        acc = tl.where(blind[:, None], 0.0, acc)
+    tlx.async_descriptor_store_wait(0)  # the store before has left its buffer
+    tlx.local_store(o_tiles[me], acc.to(dtype))
+    tlx.fence("async_shared")
+    o_head = tl.where(packed_log2 > 0, item % heads * group, item % heads)
+    tlx.async_descriptor_store(o_map, o_tiles[me], [BOUND, o_head, o_row + n_rows, BOUND - n_rows, 0])
+    r = tl.arange(0, BLOCK)
+    value = tl.where(blind, float("-inf"), (top * scale + tl.math.log2(total)) * LN_2)
+    at = lse + (o_head + r // rows).to(tl.int64) * lse_head + (o_row + r % rows)
+    tl.store(at, value, mask=r % rows < tl.minimum(n_rows, o_rows - o_row))
+
+
+@triton.jit
 def consume(me: tl.constexpr, o_map, lse, lse_head, sequences, forward_units, scale_log2, heads, group, packed_log2, left, right,
             bottom_right, o_rows, item_cell, item_full, item_empty, q_tiles, q_full, q_empty, k_tiles, k_full, k_empty,
             v_tiles, v_full, v_empty, o_tiles,
             BLOCK: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr,
             KV_STAGES: tl.constexpr, ITEMS: tl.constexpr):
     dtype: tl.constexpr = tlx.dtype_of(o_map)
+    TURNS: tl.constexpr = 16
     rows = BLOCK >> packed_log2
     factor, scale = split_scale(scale_log2)
     r = tl.arange(0, BLOCK)
@@ -210,81 +262,110 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, sequences, forward_units, sc
     lone = 0
     base = 0
     item = fetch(item_cell, item_full, item_empty, use, ITEMS)
+    sequence, unit_first = load_unit(forward_units, tl.maximum(item, 0) // heads)
+    q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
     while item >= 0:
-        sequence, unit_first = load_unit(forward_units, item // heads)
-        q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
-        shift = diagonal_shift(bottom_right, q_len, kv_len)
-        lo, hi, tile0, tiles = unit_keys(unit_first, 2 * rows, q_len, kv_len, left, right, shift, KV_TILE)
-        both = q_len - unit_first > rows
-        if both | ((lone & 1) == me):
-            first = unit_first + tl.where(both, me * rows, 0)
-            own_lo, own_hi, own_tile, own_tiles = unit_keys(first, rows, q_len, kv_len, left, right, shift, KV_TILE)
-            n_rows = tl.minimum(rows, q_len - first)
-            # Places in the rings: tile t stands at `to_tile - t`.
-            to_tile = base + tile0 + tiles - 1
-            begin = tl.where(own_tiles > 0, to_tile + 1 - own_tile - own_tiles, base)
-            end = begin + own_tiles
-            # Behind the first, cut ones from the right, whole ones up to whole_end, cut ones from the left.
-            whole = to_tile + 1 - end_key(first, right, shift, kv_len) // KV_TILE
-            whole = tl.minimum(tl.maximum(tl.where(factor != 1.0, end, whole), begin + 1), end)
-            whole_end = to_tile + 1 - (first_key(first + n_rows - 1, left, shift) + KV_TILE - 1) // KV_TILE
-            whole_end = tl.minimum(tl.maximum(whole_end, whole), end)
-            i = first + r % rows
-            first_visible = first_key(i, left, shift)
-            end_visible = end_key(i, right, shift, kv_len)
+        # Scores of a block's first tile: from the end of the block before, where that was possible. (The compiler carries them in
+        # registers from turn to turn of this loop, but not of the outer one.)
+        s = tl.zeros([BLOCK, KV_TILE], tl.float32)
+        has_scores = 0
+        for turn in tl.range(0, TURNS):
+            if item >= 0:
+                # The next item, in time.
+                use += 1
+                next_item = fetch(item_cell, item_full, item_empty, use, ITEMS)
+                sequence, next_first = load_unit(forward_units, tl.maximum(next_item, 0) // heads)
+                q0, next_o0, next_q_len, kv0, next_kv_len = load_sequence(sequences, sequence)
 
-            top = tl.full([BLOCK], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK], tl.float32)
-            acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-            q_stage = me * Q_STAGES + uses % Q_STAGES
-            tlx.barrier_wait(q_full[q_stage], uses // Q_STAGES & 1)
-            q_tile = q_tiles[q_stage]
-            walk(k_full, k_empty, v_full, v_empty, base, begin, KV_STAGES)
-            if own_tiles > 0:
-                slot = begin % KV_STAGES
-                tlx.barrier_wait(k_full[slot], begin // KV_STAGES & 1)
-                s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[slot]))
-                s = tlx.async_dot_wait(0, s)
-                release(k_empty[slot])
-                s = masked(s, to_tile - begin, first_visible, end_visible, factor, KV_TILE)
-                p, top, shrink = softmax(s, top, scale)
-                total = tl.sum(p, 1)
-                weights = p.to(dtype)
-                for place in tl.range(begin + 1, whole):
-                    acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
-                                                    scale, to_tile - place, first_visible, end_visible, factor, dtype, True, KV_TILE, KV_STAGES)
-                for place in tl.range(whole, whole_end):
-                    acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
-                                                    scale, to_tile - place, first_visible, end_visible, factor, dtype, False, KV_TILE, KV_STAGES)
-                for place in tl.range(whole_end, end):
-                    acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
-                                                    scale, to_tile - place, first_visible, end_visible, factor, dtype, True, KV_TILE, KV_STAGES)
-                slot = (end - 1) % KV_STAGES
-                tlx.barrier_wait(v_full[slot], (end - 1) // KV_STAGES & 1)
-                acc = tlx.async_dot(weights, v_tiles[slot], acc)
-                acc = tlx.async_dot_wait(0, acc)
-                release(v_empty[slot])
-            release(q_empty[q_stage])
-            walk(k_full, k_empty, v_full, v_empty, end, base + tiles, KV_STAGES)
+                mine, both, shift, first, to_tile, begin, end, after = block_of(me, lone, unit_first, q_len, kv_len, left, right, bottom_right, rows,
+                                                                                base, KV_TILE)
+                lone += tl.where(both, 0, 1)
+                if mine:
+                    n_rows = tl.minimum(rows, q_len - first)
+                    # Behind the first tile, cut ones from the right, whole ones up to whole_end, cut ones from the left.
+                    whole = to_tile + 1 - end_key(first, right, shift, kv_len) // KV_TILE
+                    whole = tl.minimum(tl.maximum(tl.where(factor != 1.0, end, whole), begin + 1), end)
+                    cut_left = to_tile + 1 - (first_key(first + n_rows - 1, left, shift) + KV_TILE - 1) // KV_TILE
+                    whole_end = tl.minimum(tl.maximum(cut_left, whole), end)
+                    i = first + r % rows
+                    first_visible = first_key(i, left, shift)
+                    end_visible = end_key(i, right, shift, kv_len)
+                    blind_rows = (end_key(first, right, shift, kv_len) <= 0) | (first_key(first + n_rows - 1, left, shift) >= kv_len)
 
-            # No maximum means no visible key: o is exactly 0 and lse -inf, whatever v holds.
-            blind = (top == float("-inf")) & (total == total)
-            acc = tl.where(blind[:, None], 0.0, acc * (1.0 / tl.where(blind, 1.0, total))[:, None])
-            tlx.async_descriptor_store_wait(0)  # the store before has left its buffer
-            tlx.local_store(o_tiles[me], acc.to(dtype))
-            tlx.fence("async_shared")
-            o_head = tl.where(packed_log2 > 0, item % heads * group, item % heads)
-            tlx.async_descriptor_store(o_map, o_tiles[me], [BOUND, o_head, o0 + first + n_rows, BOUND - n_rows, 0])
-            value = tl.where(blind, float("-inf"), (top * scale + tl.math.log2(total)) * LN_2)
-            at = lse + (o_head + r // rows).to(tl.int64) * lse_head + (o0 + first + r % rows)
-            tl.store(at, value, mask=r % rows < tl.minimum(n_rows, o_rows - o0 - first))
-            uses += 1
-        else:
-            walk(k_full, k_empty, v_full, v_empty, base, base + tiles, KV_STAGES)
-        lone += tl.where(both, 0, 1)
-        base += tiles
-        use += 1
-        item = fetch(item_cell, item_full, item_empty, use, ITEMS)
+                    q_stage = me * Q_STAGES + uses % Q_STAGES
+                    q_tile = q_tiles[q_stage]
+                    if has_scores == 0:
+                        tlx.barrier_wait(q_full[q_stage], uses // Q_STAGES & 1)
+                        walk(k_full, k_empty, v_full, v_empty, base, begin, KV_STAGES)
+                    uses += 1
+                    if end > begin:
+                        if has_scores == 0:
+                            slot = begin % KV_STAGES
+                            tlx.barrier_wait(k_full[slot], begin // KV_STAGES & 1)
+                            s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[slot]))
+                            s = tlx.async_dot_wait(0, s)
+                            release(k_empty[slot])
+                        if (factor == 1.0) & (begin < cut_left):
+                            s = masked_right(s, to_tile - begin, end_visible, KV_TILE)
+                        else:
+                            s = masked(s, to_tile - begin, first_visible, end_visible, factor, KV_TILE)
+                        top = tl.full([BLOCK], float("-inf"), tl.float32)
+                        acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+                        p, top, shrink = softmax(s, top, scale)
+                        total = tl.sum(p, 1)
+                        weights = p.to(dtype)
+                        for place in tl.range(begin + 1, whole):
+                            acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
+                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "both", KV_TILE, KV_STAGES)
+                        for place in tl.range(whole, whole_end):
+                            acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
+                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "none", KV_TILE, KV_STAGES)
+                        for place in tl.range(whole_end, end):
+                            acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
+                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "left", KV_TILE, KV_STAGES)
+                        release(q_empty[q_stage])
+                        slot = (end - 1) % KV_STAGES
+                        tlx.barrier_wait(v_full[slot], (end - 1) // KV_STAGES & 1)
+                        next_mine, next_both, next_shift, x_first, x_tile, next_begin, next_end, x_after = block_of(
+                            me, lone, next_first, next_q_len, next_kv_len, left, right, bottom_right, rows, after, KV_TILE)
+                        has_scores = ((next_item >= 0) & next_mine & (next_end > next_begin) & (next_begin == after) & (end == after) & (turn + 1 < TURNS)).to(tl.int32)
+                        # The next block's first product goes to the tensor cores right behind this block's last and before its epilogue, where no
+                        # tile must be walked over before. (Both products of a path stand in one straight line: the assembler would join them.)
+                        if has_scores != 0:
+                            next_stage = me * Q_STAGES + uses % Q_STAGES
+                            next_slot = next_begin % KV_STAGES
+                            tlx.barrier_wait(q_full[next_stage], uses // Q_STAGES & 1)
+                            tlx.barrier_wait(k_full[next_slot], next_begin // KV_STAGES & 1)
+                            acc = tlx.async_dot(weights, v_tiles[slot], acc)
+                            s = tlx.async_dot(q_tiles[next_stage], tlx.local_trans(k_tiles[next_slot]))
+                            acc = tlx.async_dot_wait(1, acc)
+                            release(v_empty[slot])
+                            finish(acc, top, total, scale, me, item, o0 + first, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, heads, group,
+                                   packed_log2, rows, BLOCK, dtype)
+                            s = tlx.async_dot_wait(0, s)
+                            release(k_empty[next_slot])
+                        else:
+                            s = tl.zeros([BLOCK, KV_TILE], tl.float32)  # no registers for it until then
+                            acc = tlx.async_dot(weights, v_tiles[slot], acc)
+                            acc = tlx.async_dot_wait(0, acc)
+                            release(v_empty[slot])
+                            finish(acc, top, total, scale, me, item, o0 + first, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, heads, group,
+                                   packed_log2, rows, BLOCK, dtype)
+                    else:
+                        s = tl.zeros([BLOCK, KV_TILE], tl.float32)
+                        release(q_empty[q_stage])
+                        finish(tl.zeros([BLOCK, HEAD_DIM], tl.float32), tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32), scale, me,
+                               item, o0 + first, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, heads, group, packed_log2, rows, BLOCK, dtype)
+                    walk(k_full, k_empty, v_full, v_empty, end, after, KV_STAGES)
+                else:
+                    s = tl.zeros([BLOCK, KV_TILE], tl.float32)
+                    walk(k_full, k_empty, v_full, v_empty, base, after, KV_STAGES)
+                base = after
+                item = next_item
+                unit_first = next_first
+                o0 = next_o0
+                q_len = next_q_len
+                kv_len = next_kv_len
     tlx.async_descriptor_store_wait(0)
 
 
@@ -295,7 +376,7 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
     BLOCK: tl.constexpr = UNIT_ROWS // 2
     Q_STAGES: tl.constexpr = 2 if PERSISTENT else 1
     KV_STAGES: tl.constexpr = 2 if HEAD_DIM > 64 else 4
-    ITEMS: tl.constexpr = 2
+    ITEMS: tl.constexpr = 4
     dtype: tl.constexpr = tlx.dtype_of(q_map)
     q_tiles = tlx.local_alloc((BLOCK, HEAD_DIM), dtype, 2 * Q_STAGES)
     k_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, KV_STAGES)

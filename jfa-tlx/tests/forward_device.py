@@ -50,7 +50,7 @@ class Forward:
         self.s = schedule_params(p, constants["unit_rows"] >> packed, constants["kv_tile"])
         self.o = torch.full((p.rows_o, p.heads, p.dim_v), float("nan"), dtype=p.dtype, device="cuda")
         self.lse = torch.full((p.heads, p.rows_o), float("nan"), dtype=torch.float32, device="cuda")
-        self.counter = torch.zeros(64, dtype=torch.int32, device="cuda")
+        self.counter = torch.zeros(64 + 132 * 32 + 64, dtype=torch.int32, device="cuda")
         heads = p.heads_kv if packed else p.heads
         tensors = dict(q=p.q, k=p.k, v=p.v, o=self.o)
         values = dict(lse=ptr(self.lse.data_ptr()), lse_head=i64(max(p.rows_o, 1)), header=ptr(self.s.header), sequences=ptr(self.s.sequences),
