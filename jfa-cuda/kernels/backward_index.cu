@@ -5,7 +5,8 @@
 //   members     sequences with rows, stably sorted by key/value sequence: a radix sort of 8 bits a pass, none where the batch is in
 //               order already. Every pass counts digits per warp (a warp has a stretch of its own), scans, and moves
 //   units       binned by the blocks of query rows that a key/value sequence has; tiles of one stay neighbours
-//   safety      what the schedule left is clamped; offsets are clamped here as there
+//   safety      what the schedule left is clamped; offsets are clamped here as there, and where they decrease there is no unit: tiles
+//               of keys would overlap, or the query side has no units either
 //   code        kept short on purpose: it is fetched from memory at every launch
 #include "split.cuh"
 
@@ -116,9 +117,11 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_backward_index(cons
     int* blocks = p.scratch + 4ll * p.batch;
 
     // Key/value sequences, without members as yet.
+    bool decreasing = false;
 #pragma unroll 1
     for (int s = threadIdx.x; s < p.kv_batch; s += threads) {
         long long start = entry(p.kv_offsets, p.kv_offsets_are_64bit, s), end = entry(p.kv_offsets, p.kv_offsets_are_64bit, s + 1ll);
+        decreasing |= end < start;
         start = max(0ll, min(start, static_cast<long long>(p.total_kv)));
         end = max(start, min(end, static_cast<long long>(p.total_kv)));
         const long long length = p.kv_lengths ? max(0ll, min(static_cast<long long>(p.kv_lengths[s]), end - start)) : end - start;
@@ -126,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_backward_index(cons
         blocks[s] = 0;
     }
 
-    // Members: first those with rows and keys, as they come, then digit by digit where that is not their order. One loop for both, so
+    // Members: first those with rows, as they come, then digit by digit where that is not their order. One loop for both, so
     // that its code is there once.
     int members = p.batch;
 #pragma unroll 1
@@ -192,7 +195,8 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_backward_index(cons
             for (int t = lane; t < n && at + t < p.capacity; t += 32) p.units[at + t] = {base + from, t * p.unit_keys};
         }
     }
-    if (threadIdx.x == 0) p.header->units = min(sums.total, p.capacity);
+    const bool is_void = __syncthreads_or(decreasing) || (members > 0 && p.schedule->forward_units == 0);
+    if (threadIdx.x == 0) p.header->units = is_void ? 0 : min(sums.total, p.capacity);
 }
 
 }  // namespace jfa

@@ -38,7 +38,8 @@ typedef struct JfaIndexHeader {
 
 /* Parameters of `jfa_backward_index` (by value). One CTA of 1,024 threads. */
 typedef struct JfaIndexParams {
-    const JfaSequence *sequences; /* [batch], of the schedule */
+    const JfaScheduleHeader *schedule;
+    const JfaSequence *sequences; /* [batch] */
     const void *kv_offsets;       /* [kv_batch + 1] */
     const int32_t *kv_lengths;    /* [kv_batch] or null */
     JfaIndexHeader *header;

@@ -119,7 +119,9 @@ jfa_driver::mirror! {
 
     /// Parameters of the index of the split backward.
     struct IndexParams = "JfaIndexParams" {
-        /// `[batch]`, of the schedule.
+        /// The schedule buffer.
+        schedule: Address,
+        /// `[batch]`.
         sequences: Address,
         /// `[kv_batch + 1]`.
         kv_offsets: Address,

@@ -224,6 +224,7 @@ impl Launcher<'_> {
         let (kv_offsets, kv_offsets_are_64bit) = offsets_of(Some(layout.kv_offsets));
         let index = self.index(schedule);
         let params = IndexParams {
+            schedule: address(schedule.data),
             sequences: self.schedule.sequences(schedule),
             kv_offsets,
             kv_lengths: address_or_null(layout.kv_lengths),

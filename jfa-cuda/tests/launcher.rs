@@ -792,7 +792,8 @@ fn shared_keys_take_the_split_backward() {
     assert_eq!((s.backward_list, s.forward_rows), (0, 32));
     let i: IndexParams = launches[1].params();
     assert_eq!((launches[1].shape.grid, launches[1].shape.threads), ([1, 1, 1], 1024));
-    assert_eq!((i.sequences, i.kv_offsets, i.kv_lengths, i.total_kv), (s.sequences, 0x200, 0x400, 8000));
+    assert_eq!((i.schedule, i.sequences), (0x7000_0000, s.sequences));
+    assert_eq!((i.kv_offsets, i.kv_lengths, i.total_kv), (0x200, 0x400, 8000));
     assert_eq!((i.batch, i.kv_batch, i.unit_keys, i.block_rows, i.capacity), (900, 60, 128, 16, 8000 / 128 + 70));
     let ends = [
         s.forward_list + 8 * s.forward_capacity as u64,

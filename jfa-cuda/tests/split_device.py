@@ -24,7 +24,7 @@ from backward_device import reference
 from device import C, Problem, UGLY, f32, i32, i64, kernel, ptr, struct, tensor_map, timed
 
 IndexParams = struct("IndexParams", [
-    ("sequences", ptr), ("kv_offsets", ptr), ("kv_lengths", ptr), ("header", ptr), ("keys", ptr), ("members", ptr), ("units", ptr), ("scratch", ptr),
+    ("schedule", ptr), ("sequences", ptr), ("kv_offsets", ptr), ("kv_lengths", ptr), ("header", ptr), ("keys", ptr), ("members", ptr), ("units", ptr), ("scratch", ptr),
     ("total_kv", i64), ("batch", i32), ("kv_batch", i32), ("kv64", i32), ("unit_keys", i32), ("block_rows", i32), ("capacity", i32)])
 SplitParams = struct("SplitParams", [
     ("header", ptr), ("sequences", ptr), ("query_units", ptr), ("index", ptr), ("keys", ptr), ("members", ptr), ("key_units", ptr), ("lse", ptr), ("o", ptr),
@@ -63,7 +63,7 @@ class Split:
         capacity = p.k.shape[0] // unit_keys + p.kv_batch
         self.keys, self.members, self.units, self.index_header = scratch(16 * p.kv_batch), scratch(16 * p.batch), scratch(8 * capacity), scratch(256)
         self.index_scratch = scratch(4 * (4 * p.batch + p.kv_batch))
-        self.index = IndexParams(self.s.sequences, p.dev["ok"].data_ptr(), p.dev["lk"].data_ptr() if p.gap else None, self.index_header.data_ptr(),
+        self.index = IndexParams(self.s.header, self.s.sequences, p.dev["ok"].data_ptr(), p.dev["lk"].data_ptr() if p.gap else None, self.index_header.data_ptr(),
                                  self.keys.data_ptr(), self.members.data_ptr(), self.units.data_ptr(), self.index_scratch.data_ptr(), p.k.shape[0],
                                  p.batch, p.kv_batch, 0, unit_keys, rows, capacity)
         blocks = p.rows_o // rows + p.batch
