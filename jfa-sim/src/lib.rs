@@ -52,6 +52,7 @@ mod memory;
 pub mod model;
 pub mod num;
 pub(crate) mod order;
+mod product;
 pub mod ptx;
 mod rng;
 mod shared;

@@ -45,43 +45,20 @@ pub(crate) unsafe fn fma_lanes(x: &Lanes, y: &Lanes, z: &Lanes, o: &mut Lanes, f
     border
 }
 
-/// `d[n] += sum_k a[k] * b[k][n]`, `k` in order, fused; `b` has rows of `n` floats.
-pub(crate) fn rank_update(d: &mut [f32], a: &[f32], b: &[f32]) {
+/// Runs `f` with AVX2 and FMA where the CPU has them.
+#[inline]
+pub(crate) fn with_fma(f: impl FnOnce()) {
     #[cfg(target_arch = "x86_64")]
     if has_fma() {
         // SAFETY: the CPU has AVX2 and FMA.
-        unsafe { rank_update_fma(d, a, b) };
+        unsafe { inside(f) };
         return;
     }
-    rank_update_any(d, a, b);
+    f();
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn rank_update_fma(d: &mut [f32], a: &[f32], b: &[f32]) {
-    rank_update_any(d, a, b);
-}
-
-#[inline(always)]
-fn rank_update_any(d: &mut [f32], a: &[f32], b: &[f32]) {
-    let n = d.len();
-    let mut chunks = d.chunks_exact_mut(8);
-    let mut col = 0;
-    for c in &mut chunks {
-        let mut acc = [0f32; 8];
-        acc.copy_from_slice(c);
-        for (k, &x) in a.iter().enumerate() {
-            let row = &b[k * n + col..k * n + col + 8];
-            for j in 0..8 {
-                acc[j] = x.mul_add(row[j], acc[j]);
-            }
-        }
-        c.copy_from_slice(&acc);
-        col += 8;
-    }
-    for (j, v) in chunks.into_remainder().iter_mut().enumerate() {
-        for (k, &x) in a.iter().enumerate() {
-            *v = x.mul_add(b[k * n + col + j], *v);
-        }
-    }
+unsafe fn inside(f: impl FnOnce()) {
+    f();
 }

@@ -1,8 +1,6 @@
 //! Matrix instructions of the warp and the warpgroup: `ldmatrix`, `stmatrix`, `mma.sync`, `wgmma`.
 //!
-//! Rounding of the products: inputs are exact in f32, and each accumulator takes its K products in order of k by fused
-//! multiply-adds in f32, to nearest even. The hardware adds the products of one step in a wider fixed-point sum that it
-//! truncates, so results differ by a few units in the last place of the largest term.
+//! Their arithmetic is in [`crate::product`].
 
 use super::Cluster;
 use super::warp::{Product, Warp};
@@ -10,8 +8,8 @@ use crate::alu::Lanes;
 use crate::findings::Kind;
 use crate::ir::{Dst, MmaSync, MmaTy, NONE, Op, Src, Wgmma, WgmmaA};
 use crate::num;
+use crate::product;
 use crate::ptx::Space;
-use crate::simd;
 use crate::tensor_map::Swizzle;
 
 /// A shared-memory matrix descriptor, decoded.
@@ -51,6 +49,11 @@ impl Descriptor {
         };
         self.swizzle.apply(a & 0x3ffff)
     }
+}
+
+/// What the arithmetic must know of the types.
+pub(super) fn types(ty: MmaTy, half: bool) -> product::Types {
+    product::Types { least: if ty == MmaTy::F16 { -14 } else { -126 }, half }
 }
 
 pub(super) fn element(ty: MmaTy, v: u32) -> f32 {
@@ -304,9 +307,7 @@ impl Cluster<'_> {
                 acc[row * n + col] = read_acc(&w.regs, &g.d, g.f16_acc, j, lane);
             });
         }
-        for r in 0..16 {
-            simd::rank_update(&mut acc[r * n..(r + 1) * n], &a[r * k..(r + 1) * k], &b);
-        }
+        product::accumulate(&mut acc, &a, &b, n, types(g.ty, g.f16_acc));
         if g.f16_acc {
             for_fragment(n, |j, lane, row, col| {
                 let reg = &mut w.regs[g.d[j / 2] as usize][lane];
@@ -399,9 +400,7 @@ impl Cluster<'_> {
             self.fetch(w, *s, v);
         }
         for_fragment(8, |j, lane, row, col| acc[row * 8 + col] = f32::from_bits(c[j][lane] as u32));
-        for r in 0..16 {
-            simd::rank_update(&mut acc[r * 8..(r + 1) * 8], &a[r * k..(r + 1) * k], &b);
-        }
+        product::accumulate(&mut acc, &a, &b, 8, types(g.ty, false));
         let mut out = [[0u64; 32]; 4];
         for_fragment(8, |j, lane, row, col| out[j][lane] = u64::from(num::canon32(acc[row * 8 + col]).to_bits()));
         for (d, v) in g.d.iter().zip(&out) {

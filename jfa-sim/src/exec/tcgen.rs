@@ -9,7 +9,7 @@
 //! | 128, 2 | lane i for the first half of the columns, lane 64 + i for the second | N / 2 |
 //!
 //! Products, copies to tensor memory and commits of one pipe (a CTA, or the pair of a `cta_group::2`) run in the order of
-//! issue, at random times. Rounding is that of [`super::matrix`].
+//! issue, at random times. Their arithmetic is in [`crate::product`].
 
 use super::Cluster;
 use super::engine::{Job, Spot};
@@ -20,7 +20,7 @@ use crate::clock::{Knowledge, VClock};
 use crate::findings::{Kind, Place};
 use crate::ir::{Addr, CpShape, Dst, MmaTy, NONE, Src, Tcgen, TmemShape};
 use crate::num;
-use crate::simd;
+use crate::product;
 use crate::tensor_map::Swizzle;
 use std::sync::atomic::Ordering;
 
@@ -625,6 +625,7 @@ impl Cluster<'_> {
         }
         let mut a = vec![0f32; rows * k];
         let mut row = vec![0f32; n];
+        let types = super::matrix::types(m.ty, m.f16_acc);
         let (d_lane, d_col) = ((m.d >> 16) as usize, (m.d & 0xffff) as usize);
         for (g, &c) in m.ctas.iter().enumerate() {
             if m.a_tmem {
@@ -671,7 +672,7 @@ impl Cluster<'_> {
                         *x *= 0.5f32.powi(i32::from(m.scale_d));
                     }
                 }
-                simd::rank_update(&mut row, &a[r * k..(r + 1) * k], &b);
+                product::accumulate(&mut row, &a[r * k..(r + 1) * k], &b, n, types);
                 for (j, x) in row.iter().enumerate() {
                     tm.data[lane_of(j)] =
                         if m.f16_acc { u32::from(num::f32_to_f16(*x)) } else { num::canon32(*x).to_bits() };
