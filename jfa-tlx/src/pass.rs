@@ -12,7 +12,7 @@ use jfa_driver::bundle::Parameter;
 use jfa_driver::schedule::constant;
 use jfa_driver::{Bundle, JaggedMap, KernelInfo, Swizzle};
 
-use crate::bind::{self, Int, MOST_MAPS, MapOf, Pointer, Source, Tensor};
+use crate::bind::{self, Int, MOST_MAPS, MapOf, Name, Pointer, Source, Tensor};
 
 /// Bytes that base addresses and strides are multiples of: what the copy engine needs, and what kernels may be compiled to
 /// assume.
@@ -217,6 +217,14 @@ impl Pass {
             lacks: format!("'{backend}' lacks {lacks}"),
         };
         let chosen = choose(bundle, kind, generation, problem).map_err(unsupported)?;
+        // A pass is whole when something writes each of its results.
+        let results: &[Tensor] = if kind == "forward" { &[Tensor::O] } else { &[Tensor::DQ, Tensor::DK, Tensor::DV] };
+        for result in results {
+            let named = |n: &str| matches!(Name::parse(n), Some(Name::Data(t) | Name::Map(t)) if t == *result);
+            if !chosen.iter().any(|(_, k)| k.parameters.iter().any(|p| named(&p.name))) {
+                return Err(unsupported(format!("{} of a {kind} of generation {generation}", result.name())));
+            }
+        }
         let follows = |info: &KernelInfo, list: &str| info.parameters.iter().any(|p| p.name == list);
         let packs = chosen.iter().all(|(_, k)| k.tag("packs") == "yes" || !follows(k, "forward_units"));
         let packed_log2 = match packed {

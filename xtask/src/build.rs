@@ -504,18 +504,39 @@ fn work_loops(family: &Family, mut rows: Vec<(Arch, &str, &[WorkLoop])>) -> Stri
 /// The table of what each kernel uses.
 fn resources(family: &Family, mut rows: Vec<(Arch, KernelInfo)>) -> String {
     rows.sort_by(|a, b| (a.0.capability, &a.1.name).cmp(&(b.0.capability, &b.1.name)));
+    let tensor_memory = rows.iter().any(|(_, k)| k.resources.tensor_memory_columns > 0);
+    let rule = if family.toolchain == "triton" {
+        "Local memory in a work loop fails the build ([loops.md](loops.md)); elsewhere it is listed here."
+    } else {
+        "Spills, stack and local memory are 0 everywhere: anything else fails the build."
+    };
+    let mut columns = vec![
+        "arch",
+        "kernel",
+        "threads",
+        "registers",
+        "spill st+ld, B",
+        "stack, B",
+        "local, B",
+        "shared static, B",
+        "shared dynamic, B",
+        "cluster",
+        "code, B",
+    ];
+    if tensor_memory {
+        columns.push("tensor memory, columns");
+    }
     let mut out = format!(
         "# What the kernels of {} use\n\nWritten by `cargo xtask kernels`, from the assembler's and the disassembler's \
-         figures. Registers are those at launch; kernels with warp roles redistribute them. Spills, stack and local \
-         memory are 0 everywhere: anything else fails the build.\n\n\
-         | arch | kernel | threads | registers | spill st+ld, B | stack, B | local, B | shared static, B | shared dynamic, B | cluster | code, B |\n\
-         |---|---|---|---|---|---|---|---|---|---|---|\n",
-        family.owner
+         figures. Registers are those at launch; kernels with warp roles redistribute them. {rule}\n\n| {} |\n|{}\n",
+        family.owner,
+        columns.join(" | "),
+        "---|".repeat(columns.len())
     );
     for (arch, k) in rows {
         let r = &k.resources;
         let cluster = k.cluster.map(|c| c.to_string()).join("x");
-        let _ = writeln!(
+        let _ = write!(
             out,
             "| {arch} | {} | {} | {} | {}+{} | {} | {} | {} | {} | {cluster} | {} |",
             k.name,
@@ -529,6 +550,7 @@ fn resources(family: &Family, mut rows: Vec<(Arch, KernelInfo)>) -> String {
             k.shared_dynamic,
             r.code_bytes
         );
+        out += &if tensor_memory { format!(" {} |\n", r.tensor_memory_columns) } else { "\n".to_owned() };
     }
     out
 }
