@@ -102,17 +102,17 @@ __device__ __forceinline__ uint32_t value_place(int j, int tiles) { return j == 
 __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p, const CUtensorMap* map_q) {
     const int items = p.header->forward_units * p.heads;
     const int rows_per_block = block_rows >> p.packed_log2;
-    const auto item_at = [&](int round) {
-        const long long i = p.counter ? atomicAdd(p.counter, 1) : dealt_item(round, blockIdx.x, gridDim.x);
-        return i < items ? static_cast<int>(i) : -1;
-    };
+    const auto draw = [&] { return drawn_item(p.queue, p.queue_key, items); };
     const auto unit_of = [&](int item) { return item < 0 ? JfaUnit{0, 0} : p.units[item / p.heads]; };
     const auto sequence_of = [&](int item, const JfaUnit& unit) { return item < 0 ? JfaSequence{} : p.sequences[unit.sequence]; };
 
     uint32_t use = 0, lone = 0;
-    // Two rounds ahead for units, one for sequences: their latency hides behind the wait for a stage.
-    int item = item_at(0), next_item = item_at(1);
-    JfaUnit unit = unit_of(item), next_unit = unit_of(next_item);
+    // Two rounds ahead for units, one for sequences: their latency hides behind the wait for a stage. The first item is dealt.
+    int item = static_cast<int>(blockIdx.x) < items ? static_cast<int>(blockIdx.x) : -1;
+    JfaUnit unit = unit_of(item);
+    open_queue(p.queue, p.queue_key);
+    int next_item = draw();
+    JfaUnit next_unit = unit_of(next_item);
     JfaSequence s = sequence_of(item, unit);
     for (; item >= 0; ++use) {
         // Key range of the unit.
@@ -131,7 +131,7 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
         shared.job[place] = {tile0, tiles, places, hi, s.kv_row, p.packed_log2 ? head : head / p.group};
         ptx::mbarrier_arrive(&shared.job_full[place]);
 
-        const int after_item = item_at(use + 2);
+        const int after_item = draw();
         const JfaSequence next_s = sequence_of(next_item, next_unit);
 
         const int stage = use % q_stages;

@@ -28,7 +28,7 @@ typedef struct JfaSequence {
     int32_t kv_row; /* first row in k, v */
     int32_t kv_len;
     int32_t kv_sequence; /* index of the key/value sequence */
-    int32_t reserved[2];
+    int32_t reserved[2]; /* the schedule kernel's own */
 } JfaSequence;
 
 /* One unit of work: a slice of one sequence. 8 bytes. Forward: query rows first .. first + rows_per_unit. */
@@ -81,12 +81,22 @@ typedef struct JfaScheduleParams {
     int32_t backward_share;      /* CTAs of the backward per key/value head, rounded up */
 } JfaScheduleParams;
 
+/* Items of a launch, in scratch memory that may hold anything at first: whoever comes first with a new key sets the number up, and
+ * the last draw of a launch takes the key away, so that the same launch can be repeated from a captured graph. A stale word of
+ * memory is mistaken for a key with probability 2^-63. 16 bytes. */
+typedef struct JfaQueue {
+    uint64_t key;
+    uint32_t next;
+    uint32_t reserved;
+} JfaQueue;
+
 /* Parameters of `jfa_forward_*` (by value, after the tensor maps of q, k, v, o). */
 typedef struct JfaForwardParams {
     const JfaScheduleHeader *header;
     const JfaSequence *sequences;
     const JfaUnit *units;
-    int32_t *counter;            /* zeroed before every launch: CTAs draw items from it; null: items are dealt (schedule.cuh) */
+    JfaQueue *queue;             /* in the launch's own workspace: CTAs draw items from it (schedule.cuh) */
+    uint64_t queue_key;          /* odd, and of no other launch whose work may be unfinished */
     float *lse;                  /* [heads_q, lse_head_stride] */
     int64_t lse_head_stride;
     float scale_log2;            /* scale * log2(e); log2(e) when prescale is set */

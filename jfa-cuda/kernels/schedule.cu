@@ -1,9 +1,9 @@
 // The device schedule: offsets -> sequences and unit lists, longest work first. One launch, no host copy, O(units).
 //
-//   launch      8 CTAs of 1,024 threads that know nothing of each other: every one counts all sequences (a cluster that shares the
+//   launch      8 CTAs of 512 threads that know nothing of each other: every one counts all sequences (a cluster that shares the
 //               counting spends more on its barriers and histograms than the counting takes), and writes what it owns
 //   owner       sequence b belongs to CTA b % 8: its entry in `sequences` and its units in both lists
-//   count       a thread takes every 1,024th sequence; a bin of work has one counter per owner, which tells a CTA where its own units
+//   count       a thread takes every 512th sequence; a bin of work has one counter per owner, which tells a CTA where its own units
 //               of the bin begin, and keeps equal lengths from queueing at one address
 //   scan        a thread per bin and list, heaviest bin first
 //   scatter     four threads per list write the units of a sequence; they stay neighbours
@@ -18,11 +18,11 @@
 namespace jfa {
 namespace {
 
-constexpr int threads = 1024;
+constexpr int threads = 512;
 constexpr int ctas = 8;
 constexpr int bins = 256;
 constexpr int quad = 4;                          // threads that write the units of a sequence in one list
-constexpr int kept = 1024;                       // sequences of a CTA whose bins stay in shared memory between the two walks
+constexpr int kept = 1024;                       // sequences of a CTA whose bins and units stay in shared memory until the scatter
 constexpr int units_bits = 24;                   // of a kept word, below its bin
 constexpr uint32_t many_units = (1u << units_bits) - 1;  // or more
 
@@ -32,7 +32,7 @@ static_assert(lists * bins <= threads && bins <= 1 << (32 - units_bits), "a thre
 struct SharedMemory {
     int histogram[lists][bins][ctas];  // by owner. Forward: units; backward: sequences, or tiles where `split`
     int cursor[lists][bins];           // this CTA's next place
-    uint2 kept[kept];                  // forward and backward: bin << units_bits | units
+    alignas(8) uint32_t words[kept][lists];     // of this CTA's first sequences: bin << units_bits | units
     int sums[lists][bins / 32];
     float work[bins / 32];
     bool split[bins];                  // backward: the tiles of these sequences are units of their own
@@ -53,11 +53,11 @@ __device__ int parts(int n, int d) {
 
 // An offset and the one after it, as they stand in memory: fetched long before they are looked at.
 struct Span {
-    int low[2], high[2];
+    int low[2], high[2];  // high: of 64-bit offsets
 };
 __device__ Span fetch(const void* offsets, int is_64bit, int i) {
     const char* const at = static_cast<const char*>(offsets) + static_cast<unsigned long long>(static_cast<uint32_t>(i)) * (4u << is_64bit);
-    Span s = {};
+    Span s;
     if (is_64bit) {
         const int2 start = __ldg(reinterpret_cast<const int2*>(at)), end = __ldg(reinterpret_cast<const int2*>(at) + 1);
         s = {{start.x, end.x}, {start.y, end.y}};
@@ -67,49 +67,56 @@ __device__ Span fetch(const void* offsets, int is_64bit, int i) {
     }
     return s;
 }
-__device__ int clamped(const Span& s, int which, int is_64bit, int total) {
-    if (is_64bit && s.high[which]) return s.high[which] < 0 ? 0 : total;
-    if (is_64bit) return static_cast<int>(min(static_cast<uint32_t>(s.low[which]), static_cast<uint32_t>(total)));
-    return max(0, min(s.low[which], total));
+// Rows of a span inside a buffer of `total` rows; `decreasing` is set where they end before they start.
+struct Rows {
+    int start, length;
+};
+__device__ Rows rows_of(const Span& s, int is_64bit, int total, bool& decreasing) {
+    int value[2] = {s.low[0], s.low[1]};
+    if (is_64bit) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (s.high[i] != s.low[i] >> 31) value[i] = s.high[i] < 0 ? 0 : total;
+    }
+    const int start = max(0, min(value[0], total)), length = max(0, min(value[1], total)) - start;
+    decreasing |= length < 0;
+    return {start, max(0, length)};
 }
 
-// What memory says of a sequence.
+// What memory says of a sequence. `special`: there are lengths, an index, or no offsets of one side.
 struct Entries {
     Span q, kv;
     int q_length, kv_length, kv_sequence;
 };
+__device__ bool is_special(const JfaScheduleParams& p) {
+    return p.kv_index || p.q_lengths || p.kv_lengths || p.broadcast_q_len >= 0 || p.kv_batch == 0;
+}
+template <bool special>
 __device__ Entries fetch(const JfaScheduleParams& p, int b) {
-    Entries e = {};
-    e.kv_sequence = p.kv_index ? max(0, min(__ldg(p.kv_index + b), p.kv_batch - 1)) : b;
-    if (p.broadcast_q_len < 0) {
-        e.q = fetch(p.q_offsets, p.q_offsets_are_64bit, b);
-        if (p.q_lengths) e.q_length = __ldg(p.q_lengths + b);
+    Entries e;
+    e.kv_sequence = b;
+    if constexpr (special) {
+        if (p.kv_index) e.kv_sequence = max(0, min(__ldg(p.kv_index + b), p.kv_batch - 1));
+        if (p.q_lengths && p.broadcast_q_len < 0) e.q_length = __ldg(p.q_lengths + b);
+        if (p.kv_lengths && p.kv_batch) e.kv_length = __ldg(p.kv_lengths + e.kv_sequence);
     }
-    if (p.kv_batch > 0) {
-        e.kv = fetch(p.kv_offsets, p.kv_offsets_are_64bit, e.kv_sequence);
-        if (p.kv_lengths) e.kv_length = __ldg(p.kv_lengths + e.kv_sequence);
-    }
+    if (!special || p.broadcast_q_len < 0) e.q = fetch(p.q_offsets, p.q_offsets_are_64bit, b);
+    if (!special || p.kv_batch) e.kv = fetch(p.kv_offsets, p.kv_offsets_are_64bit, e.kv_sequence);
     return e;
 }
 
-// The sequence, inside the buffers; `decreasing` is set where its offsets do.
+// The sequence, inside the buffers.
+template <bool special>
 __device__ JfaSequence resolve(const JfaScheduleParams& p, int b, const Entries& e, bool& decreasing) {
-    const auto rows = [&](const Span& span, int is_64bit, long long total, const int32_t* lengths, int given, int& start) {
-        start = clamped(span, 0, is_64bit, static_cast<int>(total));
-        const int slot = clamped(span, 1, is_64bit, static_cast<int>(total)) - start;
-        decreasing |= slot < 0;
-        return max(0, lengths ? min(given, slot) : slot);
-    };
-    JfaSequence s = {};
-    if (p.broadcast_q_len >= 0) {
-        s.q_len = p.broadcast_q_len;
-        s.o_row = b * p.broadcast_q_len;
-    } else {
-        s.q_len = rows(e.q, p.q_offsets_are_64bit, p.total_q, p.q_lengths, e.q_length, s.q_row);
-        s.o_row = s.q_row;
+    Rows q = {0, 0}, kv = {0, 0};
+    if (!special || p.broadcast_q_len < 0) q = rows_of(e.q, p.q_offsets_are_64bit, static_cast<int>(p.total_q), decreasing);
+    if (!special || p.kv_batch) kv = rows_of(e.kv, p.kv_offsets_are_64bit, static_cast<int>(p.total_kv), decreasing);
+    JfaSequence s = {q.start, q.start, q.length, kv.start, kv.length, e.kv_sequence, {0, 0}};
+    if constexpr (special) {
+        if (p.q_lengths) s.q_len = max(0, min(e.q_length, s.q_len));
+        if (p.kv_lengths) s.kv_len = max(0, min(e.kv_length, s.kv_len));
+        if (p.broadcast_q_len >= 0) s.q_len = p.broadcast_q_len, s.o_row = b * p.broadcast_q_len;
     }
-    s.kv_sequence = e.kv_sequence;
-    if (p.kv_batch > 0) s.kv_len = rows(e.kv, p.kv_offsets_are_64bit, p.total_kv, p.kv_lengths, e.kv_length, s.kv_row);
     return s;
 }
 
@@ -119,7 +126,7 @@ __device__ void merge_shared_kv(const JfaScheduleParams& p, int b0, JfaSequence&
     const int lane = threadIdx.x % 32;
     const auto sequence = [&](int b) {
         bool ignored = false;
-        return resolve(p, b, fetch(p, b), ignored);
+        return resolve<true>(p, b, fetch<true>(p, b), ignored);
     };
     // Which of sequences b .. b + 31, one per lane, continue their predecessors; the first lane's is given.
     const auto continuing = [&](int b, const JfaSequence& mine, int end, int kv) {
@@ -203,6 +210,75 @@ __device__ V up_to_lane(V value) {
     return value;
 }
 
+// Counts every sequence; in a second pass the further tiles of what is split. Whether offsets decrease.
+template <bool special>
+__device__ bool count(SharedMemory& shared, const JfaScheduleParams& p, bool again) {
+    const uint32_t t = threadIdx.x;
+    const int lane = t % 32, rank = blockIdx.x, owner = t % ctas;
+    bool decreasing = false;
+    Entries next;
+    if (static_cast<int>(t & ~31u) < p.batch) next = fetch<special>(p, min(static_cast<int>(t), p.batch - 1));
+    if (!again) {
+        static_assert(sizeof(shared.histogram) == 2 * threads * sizeof(int4));
+        for (int i = 0; i < 2; ++i) reinterpret_cast<int4*>(shared.histogram)[t + i * threads] = {0, 0, 0, 0};
+        if (t < bins) shared.split[t] = false;
+        __syncthreads();
+    }
+    for (int b0 = t & ~31u; b0 < p.batch; b0 += threads) {
+        const int b = b0 + lane;
+        JfaSequence s = resolve<special>(p, min(b, p.batch - 1), next, decreasing);
+        if (b0 + threads < p.batch) next = fetch<special>(p, min(b + threads, p.batch - 1));
+        if (special && p.merge_shared_kv) merge_shared_kv(p, b0, s);
+        if (b >= p.batch) continue;
+        const Places at = places_of(p, s);
+        int* const forward = &shared.histogram[forward_list][at.forward_bin][owner];
+        int* const backward = &shared.histogram[backward_list][at.backward_bin][owner];
+        if (again) {
+            if (at.tiles > 1 && shared.split[at.backward_bin]) atomicAdd(backward, at.tiles - 1);
+            continue;
+        }
+        atomicAdd(forward, at.units);
+        atomicAdd(backward, min(at.tiles, 1));
+        if (owner != rank) continue;
+        int4* const out = reinterpret_cast<int4*>(p.sequences + b);
+        out[0] = {s.q_row, s.o_row, s.q_len, s.kv_row};
+        // Remembered until the scatter: in shared memory while there is room.
+        const auto word = [](int bin, int n) { return static_cast<int>(static_cast<uint32_t>(bin) << units_bits | min(static_cast<uint32_t>(n), many_units)); };
+        const int2 words = {word(at.forward_bin, at.units), word(at.backward_bin, at.tiles)};
+        out[1] = {s.kv_len, s.kv_sequence, words.x, words.y};
+        if (const uint32_t slot = static_cast<uint32_t>(b) / ctas; slot < kept) *reinterpret_cast<int2*>(shared.words[slot]) = words;
+    }
+    return decreasing;
+}
+
+// Writes the units of this CTA's sequences, four threads per sequence and list.
+__device__ void scatter(SharedMemory& shared, const JfaScheduleParams& p) {
+    const uint32_t t = threadIdx.x, rank = blockIdx.x;
+    const int mine = t / quad % lists, e = t % quad, of_mine = t & 31 & ~(quad - 1);
+    JfaUnit* const out = mine == forward_list ? p.forward_list : p.backward_list;
+    const uint32_t capacity = mine == forward_list ? p.forward_capacity : p.backward_capacity;
+    for (uint32_t slot = t / (lists * quad); slot * ctas + rank < static_cast<uint32_t>(p.batch); slot += threads / (lists * quad)) {
+        const int b = slot * ctas + rank;
+        const uint32_t word = slot < kept ? shared.words[slot][mine] : p.sequences[b].reserved[mine];
+        const int bin = word >> units_bits;
+        int n = word & many_units;
+        if (n == static_cast<int>(many_units)) n = mine == forward_list ? parts(p.sequences[b].q_len, p.forward_rows) : parts(p.sequences[b].kv_len, p.backward_rows);
+        // Heaviest first: a diagonal leaves the last rows the most keys.
+        int height = p.forward_rows, begin = 0;
+        if (mine == forward_list) {
+            if (p.mask.right >= 0) begin = (n - 1) * height, height = -height;
+        } else if (shared.split[bin]) {
+            height = p.backward_rows;
+        } else {
+            n = min(n, 1), begin = -1;
+        }
+        int place = 0;
+        if (e == 0) place = atomicAdd(&shared.cursor[mine][bin], n);
+        place = __shfl_sync(0xfu << of_mine, place, of_mine);
+        for (int u = e; u < n && static_cast<uint32_t>(place + u) < capacity; u += quad) out[place + u] = {b, begin + u * height};
+    }
+}
+
 }  // namespace
 
 // Blocks of a launch.
@@ -213,40 +289,9 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __gr
     const uint32_t t = threadIdx.x;
     const int lane = t % 32, warp = t / 32, rank = blockIdx.x;
     const int list = t / bins, bin = t % bins, part = warp % (bins / 32);  // in the scan, where list < lists
-    bool decreasing = false;
+    const bool special = is_special(p);
     for (int pass = 0; pass < 2; ++pass) {
-        // Count. In a second pass: the further tiles of what is split.
-        Entries next = {};
-        if (warp * 32 < p.batch) next = fetch(p, min(static_cast<int>(t), p.batch - 1));
-        if (pass == 0) {
-            static_assert(sizeof(shared.histogram) == threads * sizeof(int4));
-            reinterpret_cast<int4*>(shared.histogram)[t] = {0, 0, 0, 0};
-            if (t < bins) shared.split[t] = false;
-            __syncthreads();
-        }
-        for (int b0 = warp * 32; b0 < p.batch; b0 += threads) {
-            const int b = b0 + lane, read = min(b, p.batch - 1);
-            JfaSequence s = resolve(p, read, next, decreasing);
-            if (b0 + threads < p.batch) next = fetch(p, min(b + threads, p.batch - 1));
-            if (p.merge_shared_kv) merge_shared_kv(p, b0, s);
-            if (b >= p.batch) continue;
-            const Places at = places_of(p, s);
-            const int owner = lane % ctas;  // b % ctas
-            int* const forward = &shared.histogram[forward_list][at.forward_bin][owner];
-            int* const backward = &shared.histogram[backward_list][at.backward_bin][owner];
-            if (pass) {
-                if (at.tiles > 1 && shared.split[at.backward_bin]) atomicAdd(backward, at.tiles - 1);
-                continue;
-            }
-            atomicAdd(forward, at.units);
-            if (at.tiles) atomicAdd(backward, 1);
-            if (owner != rank) continue;
-            int4* const out = reinterpret_cast<int4*>(p.sequences + b);
-            out[0] = {s.q_row, s.o_row, s.q_len, s.kv_row};
-            out[1] = {s.kv_len, s.kv_sequence, 0, 0};
-            const auto word = [](int bin, int n) { return static_cast<uint32_t>(bin) << units_bits | min(static_cast<uint32_t>(n), many_units); };
-            if (const uint32_t slot = static_cast<uint32_t>(b) / ctas; slot < kept) shared.kept[slot] = {word(at.forward_bin, at.units), word(at.backward_bin, at.tiles)};
-        }
+        const bool decreasing = special ? count<true>(shared, p, pass) : count<false>(shared, p, pass);
         const bool is_void = __syncthreads_or(decreasing);
 
         // Scan: a thread per bin of a list.
@@ -294,34 +339,7 @@ extern "C" __global__ void __launch_bounds__(threads, 1) jfa_schedule(const __gr
         if (!__syncthreads_or(split)) break;
     }
 
-    // Scatter: four threads per sequence and list.
-    const int mine = t / quad % lists, e = t % quad, of_mine = lane & ~(quad - 1);
-    JfaUnit* const out = mine == forward_list ? p.forward_list : p.backward_list;
-    const uint32_t capacity = mine == forward_list ? p.forward_capacity : p.backward_capacity;
-    for (int slot = t / (lists * quad); slot * ctas + rank < p.batch; slot += threads / (lists * quad)) {
-        const int b = slot * ctas + rank;
-        uint32_t word = many_units;
-        if (slot < kept) word = mine == forward_list ? shared.kept[slot].x : shared.kept[slot].y;
-        int at_bin = static_cast<int>(word >> units_bits), n = static_cast<int>(word & many_units);
-        if (n == static_cast<int>(many_units)) {
-            const Places at = places_of(p, p.sequences[b]);
-            at_bin = mine == forward_list ? at.forward_bin : at.backward_bin;
-            n = mine == forward_list ? at.units : at.tiles;
-        }
-        // Heaviest first: a diagonal leaves the last rows the most keys.
-        int height = p.forward_rows, begin = 0;
-        if (mine == forward_list) {
-            if (p.mask.right >= 0) begin = (n - 1) * height, height = -height;
-        } else if (shared.split[at_bin]) {
-            height = p.backward_rows;
-        } else {
-            n = min(n, 1), begin = -1;
-        }
-        int place = 0;
-        if (e == 0) place = atomicAdd(&shared.cursor[mine][at_bin], n);
-        place = __shfl_sync(0xfu << of_mine, place, of_mine);
-        for (int u = e; u < n && static_cast<uint32_t>(place + u) < capacity; u += quad) out[place + u] = {b, begin + u * height};
-    }
+    scatter(shared, p);
 }
 
 }  // namespace jfa

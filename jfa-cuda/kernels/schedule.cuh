@@ -1,6 +1,7 @@
 // What the schedule and the kernels that follow it agree on: visible key ranges and the order in which units are dealt.
 #pragma once
 #include "params.h"
+#include "ptx/global.cuh"
 
 namespace jfa {
 
@@ -30,10 +31,21 @@ __device__ __forceinline__ int end_row(const JfaMask& mask, int j, int shift, in
     return static_cast<int>(end < 0 ? 0 : (end > q_len ? q_len : end));
 }
 
-// Item `round` of CTA `cta`: the list is sorted by work, longest first, and dealt in snake order, so that the sums of the
-// CTAs differ by less than one item without a queue (no counter to reset, nothing to race).
-__device__ __forceinline__ long long dealt_item(int round, int cta, int ctas) {
-    return static_cast<long long>(round) * ctas + ((round & 1) ? ctas - 1 - cta : cta);
+// The queue of a launch: CTA i begins with item i, every further one is drawn. A CTA draws until it gets none, once for every item it
+// has and once more, so that the last number drawn is known. Called by one thread of the CTA.
+__device__ __forceinline__ void open_queue(JfaQueue* queue, unsigned long long key) {
+    unsigned long long* const word = reinterpret_cast<unsigned long long*>(&queue->key);
+    for (unsigned long long seen = ptx::load_acquire(word); seen != key; seen = ptx::load_acquire(word)) {
+        // key - 1: another CTA is setting the number up.
+        if (seen == key - 1 || atomicCAS(word, seen, key - 1) != seen) continue;
+        atomicExch(&queue->next, gridDim.x);
+        ptx::store_release(word, key);
+    }
+}
+__device__ __forceinline__ int drawn_item(JfaQueue* queue, unsigned long long key, int items) {
+    const uint32_t i = atomicAdd(&queue->next, 1u);
+    if (i + 1 == 2 * gridDim.x + static_cast<uint32_t>(items)) ptx::store_release(reinterpret_cast<unsigned long long*>(&queue->key), 0ull);
+    return i < static_cast<uint32_t>(items) ? static_cast<int>(i) : -1;
 }
 
 }  // namespace jfa

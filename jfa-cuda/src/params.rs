@@ -33,8 +33,10 @@ jfa_driver::mirror! {
         sequences: Address,
         /// The forward list.
         units: Address,
-        /// Zeroed before every launch; 0: items are dealt.
-        counter: Address,
+        /// The launch's own queue of items, in scratch memory.
+        queue: Address,
+        /// Odd, and of no other launch whose work may be unfinished.
+        queue_key: u64,
         /// `[heads_q, lse_head_stride]`.
         lse: Address,
         /// Distance of heads, in elements.

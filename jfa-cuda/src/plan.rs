@@ -1,6 +1,9 @@
 //! The launcher: from a problem to kernels and launch shapes, from a call to launches.
 
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use jfa_core::{
     BackendPlan, BackwardArgs, Buffer, Call, DataPtr, Error, ForwardArgs, Layout, Problem, Query, Requirements, Result,
@@ -17,7 +20,7 @@ use crate::split;
 /// a sequence.
 const MOST_PACKED_LOG2: u32 = 4;
 
-/// Scratch of a forward: the counter from which blocks draw their items.
+/// Scratch of a forward: the queue from which blocks draw their items.
 const FORWARD_BYTES: usize = Requirements::ALIGNMENT;
 
 /// The backward's own counters, before the flags of its row blocks.
@@ -122,6 +125,27 @@ pub(crate) struct CudaPlan {
     schedule: Schedule,
     /// Or why there can be none.
     backward: Result<BackwardParts>,
+    queue_keys: QueueKeys,
+}
+
+/// Keys by which the blocks of a launch know their own queue in scratch memory that may hold anything (`JfaQueue` in the
+/// kernels' `params.h`): odd, above 1, from a random start, so that no other plan's are among them.
+struct QueueKeys(AtomicU64);
+
+impl QueueKeys {
+    fn new() -> Self {
+        // The standard library seeds its hashers at random.
+        QueueKeys(AtomicU64::new(RandomState::new().build_hasher().finish()))
+    }
+
+    fn next(&self) -> u64 {
+        loop {
+            let key = self.0.fetch_add(2, Ordering::Relaxed) | 1;
+            if key > 1 {
+                return key;
+            }
+        }
+    }
 }
 
 /// Log2 of the query heads that share the rows of a block. Packing fills tiles of short sequences and loads keys and
@@ -182,6 +206,7 @@ impl CudaPlan {
             packed_log2,
             schedule,
             backward,
+            queue_keys: QueueKeys::new(),
         })
     }
 
@@ -424,7 +449,8 @@ impl BackendPlan for CudaPlan {
             header: address(call.schedule.data),
             sequences: self.schedule.sequences(call.schedule),
             units: self.schedule.forward_units(call.schedule),
-            counter: address(call.workspace.data),
+            queue: address(call.workspace.data),
+            queue_key: self.queue_keys.next(),
             lse: address(args.lse.data),
             lse_head_stride: args.lse.head_stride,
             scale_log2: if has_prescale { std::f32::consts::LOG2_E } else { scale * std::f32::consts::LOG2_E },
@@ -439,10 +465,7 @@ impl BackendPlan for CudaPlan {
         let args =
             [KernelArg::new(&q), KernelArg::new(&k), KernelArg::new(&v), KernelArg::new(&o), KernelArg::new(&params)];
         // SAFETY: the caller's promise covers every tensor; the schedule bounds what the kernel follows.
-        unsafe {
-            self.zero(&scope, call.workspace.data, FORWARD_BYTES)?;
-            self.launch(&scope, chosen.forward, scope.device_info().multiprocessors, &args)
-        }
+        unsafe { self.launch(&scope, chosen.forward, scope.device_info().multiprocessors, &args) }
     }
 
     unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {

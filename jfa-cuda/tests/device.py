@@ -40,7 +40,7 @@ ScheduleParams = struct("ScheduleParams", [
     ("forward_capacity", i32), ("backward_rows", i32), ("backward_q_tile", i32), ("backward_capacity", i32), ("merge", i32),
     ("mask", Mask), ("backward_share", i32)])
 ForwardParams = struct("ForwardParams", [
-    ("header", ptr), ("sequences", ptr), ("units", ptr), ("counter", ptr), ("lse", ptr), ("lse_head_stride", i64), ("scale_log2", f32), ("prescale", f32),
+    ("header", ptr), ("sequences", ptr), ("units", ptr), ("queue", ptr), ("queue_key", C.c_uint64), ("lse", ptr), ("lse_head_stride", i64), ("scale_log2", f32), ("prescale", f32),
     ("heads", i32), ("group", i32), ("packed_log2", i32), ("has_prescale", i32), ("mask", Mask), ("o_rows", i32)])
 
 
@@ -73,6 +73,17 @@ class Kernel:
         config = LaunchConfig((grid, 1, 1), (block, 1, 1), self.shared, torch.cuda.current_stream().cuda_stream,
                               C.cast(C.byref(attrs), ptr), 1 if cluster > 1 else 0)
         ok(cuda.cuLaunchKernelEx(C.byref(config), self.function, array, None), "launch")
+
+
+def launch_schedule(kernel, params):
+    """As its source says: `jfa_ctas` blocks of as many threads as it is compiled for."""
+    if not hasattr(kernel, "shape"):
+        address, size, ctas, threads = C.c_uint64(), C.c_size_t(), C.c_uint(), C.c_int()
+        ok(cuda.cuModuleGetGlobal_v2(C.byref(address), C.byref(size), kernel.module, b"jfa_ctas"), "jfa_ctas")
+        ok(cuda.cuMemcpyDtoH_v2(C.byref(ctas), address, C.c_size_t(4)), "read")
+        ok(cuda.cuFuncGetAttribute(C.byref(threads), 0, kernel.function), "threads")
+        kernel.shape = ctas.value, threads.value
+    kernel.launch(*kernel.shape, [params])
 
 
 BOUND = 1 << 25
@@ -233,22 +244,17 @@ class Forward:
         self.lse = torch.full((p.heads, p.rows_o), float("nan"), dtype=torch.float32, device="cuda")
         box = min(rows, 16)
         self.maps = [tensor_map(p.q, rows, 1 << packed), tensor_map(p.k, 64), tensor_map(p.v, 64), tensor_map(self.o, box, 16 // box)]
-        # Items are drawn from a counter; DYNAMIC=0: dealt.
-        dynamic = int(os.environ.get("DYNAMIC", "1"))
-        self.counter = torch.zeros(64, dtype=torch.int32, device="cuda")
-        self.dynamic = dynamic
+        self.queue = torch.full((64,), -1, dtype=torch.int32, device="cuda")
         positive = p.scale > 0
         log2e = 1.4426950408889634
-        self.params = ForwardParams(self.s.header, self.s.sequences, self.s.forward_list, self.counter.data_ptr() if dynamic else None, self.lse.data_ptr(), max(p.rows_o, 1),
+        self.params = ForwardParams(self.s.header, self.s.sequences, self.s.forward_list, self.queue.data_ptr(), 0x9e3779b97f4a7c15, self.lse.data_ptr(), max(p.rows_o, 1),
                                     p.scale * log2e if positive else log2e, 1.0 if positive else p.scale,
                                     p.heads_kv if packed else p.heads, group, packed, int(not positive), p.mask, p.rows_o)
 
     def schedule(self):
-        self.schedule_kernel.launch(8, 1024, [self.s], cluster=8)
+        launch_schedule(self.schedule_kernel, self.s)
 
     def run(self):
-        if self.dynamic:
-            self.counter.zero_()
         self.kernel.launch(SMS, 384, [*self.maps, self.params])
 
 

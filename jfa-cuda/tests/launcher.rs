@@ -223,7 +223,7 @@ fn self_attention() {
     assert_eq!(names, ["schedule", "forward_128_bf16"]);
 
     let s = &launches[0];
-    assert_eq!((s.shape.grid, s.shape.threads, s.shape.cluster), ([8, 1, 1], 1024, None));
+    assert_eq!((s.shape.grid, s.shape.threads, s.shape.cluster), ([8, 1, 1], 512, None));
     let p: ScheduleParams = s.params();
     assert_eq!((p.q_offsets, p.kv_offsets, p.q_lengths, p.kv_lengths, p.kv_index), (0x100, 0x200, 0, 0, 0));
     assert_eq!((p.batch, p.kv_batch, p.total_q, p.total_kv), (1000, 1000, 147_000, 147_000));
@@ -241,8 +241,11 @@ fn self_attention() {
     let p: ForwardParams = f.params();
     assert_eq!((p.header, p.sequences, p.units), (0x7000_0000, 0x7000_0100, 0x7000_0100 + 1152 * 32));
     assert_eq!((p.lse, p.lse_head_stride, p.o_rows), (0x5000_0000, 147_000, 147_000));
-    assert_eq!(p.counter, 0x6000_0000);
-    assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, 256)], "the counter starts at zero");
+    assert_eq!(p.queue, 0x6000_0000);
+    assert!(p.queue_key % 2 == 1 && p.queue_key > 1);
+    assert!(gpu.fills.lock().unwrap().is_empty(), "a forward is one launch");
+    let again: ForwardParams = run(&gpu, &plan, &layout, &args)[1].params();
+    assert_ne!(again.queue_key, p.queue_key);
     assert_eq!(plan.requirements().forward_bytes, 256);
     assert_eq!((p.heads, p.group, p.packed_log2, p.has_prescale), (4, 1, 0, 0));
     assert!((f64::from(p.scale_log2) - std::f64::consts::LOG2_E / 128f64.sqrt()).abs() < 1e-7);

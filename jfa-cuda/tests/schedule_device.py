@@ -2,7 +2,7 @@
 
     python3 schedule_device.py CUBIN [CUBIN ...]
 
-Every cubin holds jfa_schedule (with its own `jfa_ctas`; one without is launched as a cluster of 8). Its lists are checked first.
+Every cubin holds a jfa_schedule. Its lists are checked first.
 Columns, in microseconds:
     graph    a graph of 200 launches, over 200: what the kernel takes behind other work
     event    event pair around one launch, after an overwrite of the L2, minus the pair around an empty kernel
@@ -10,13 +10,12 @@ Columns, in microseconds:
 With `profile` as last argument each shape is only launched twice, for
 `ncu --clock-control none --metrics gpu__time_duration.sum --kernel-name jfa_schedule`.
 """
-import ctypes as C
 import os
 import sys
 
 import torch
 
-from device import Kernel, Mask, ScheduleParams, cuda, ok, shapes
+from device import Kernel, Mask, ScheduleParams, launch_schedule
 
 TILE_ROWS, TILE_KEYS, KEYS, Q_TILE, HEADS = 128, 128, 128, 64, 4
 SMS = 132
@@ -67,11 +66,7 @@ class Schedule:
 
 def launcher(path):
     kernel = Kernel(path, "jfa_schedule")
-    address, size, value = C.c_uint64(), C.c_size_t(), C.c_uint(0)
-    if cuda.cuModuleGetGlobal_v2(C.byref(address), C.byref(size), kernel.module, b"jfa_ctas") == 0:
-        ok(cuda.cuMemcpyDtoH_v2(C.byref(value), address, C.c_size_t(4)), "read")
-    grid, cluster = (value.value, 1) if value.value else (8, 8)
-    return lambda s: kernel.launch(grid, 1024, [s.params], cluster=cluster)
+    return lambda s: launch_schedule(kernel, s.params)
 
 
 def in_graph(launch, n=200, rounds=20):
