@@ -133,8 +133,8 @@ pub trait Gpu: Send + Sync {
     /// Queues a launch on `stream`, whose context is current.
     ///
     /// # Safety
-    /// `args` are what the kernel expects in number, order and layout; memory they point to stays valid until the
-    /// stream has passed the launch.
+    /// `kernel` was loaded here for the stream's device; `args` are what it expects in number, order and layout; memory they
+    /// point to stays valid until the stream has passed the launch.
     unsafe fn launch(
         &self,
         stream: Stream,

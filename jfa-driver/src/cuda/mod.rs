@@ -20,9 +20,10 @@ pub use resources::{CudaStream, DeviceBytes, Event, Graph, PinnedMemory};
 
 /// Driver functions this crate calls; cudarc panics at the first use of one that is missing, so that they are looked
 /// for beforehand.
-const NEEDED: [&str; 48] = [
+const NEEDED: [&str; 49] = [
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
+    "cuCtxGetId",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuDeviceGet",
@@ -403,16 +404,11 @@ impl Gpu for CudaGpu {
             attrs: attributes.as_mut_ptr(),
             numAttrs: count as u32,
         };
-        // SAFETY: the handle is a CUkernel of this driver, which the function accepts in place of a CUfunction; the
-        // pointers name live values, and the caller vouches for their meaning. The driver copies the arguments before
-        // it returns.
+        let function = Loaded::of(kernel).here()?;
+        // SAFETY: a function of the current context, or a CUkernel, which is accepted in place of one; the pointers name
+        // live values, and the caller vouches for their meaning. The driver copies the arguments before it returns.
         check("cuLaunchKernelEx", unsafe {
-            sys::cuLaunchKernelEx(
-                &raw const config,
-                std::ptr::with_exposed_provenance_mut(kernel.0),
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+            sys::cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })
     }
 
@@ -488,7 +484,45 @@ fn load_library(device: sys::CUdevice, kernel: &KernelInfo, entry: &CStr, image:
     let mut function = std::ptr::null_mut();
     // SAFETY: a context of the device is current; the out parameter is valid for writes.
     check("cuKernelGetFunction", unsafe { sys::cuKernelGetFunction(&raw mut function, raw) })?;
-    Ok(KernelHandle(raw.expose_provenance()))
+    let loaded =
+        Loaded { kernel: raw.expose_provenance(), context: current_context()?, function: function.expose_provenance() };
+    // Never freed, as the library is never unloaded.
+    Ok(KernelHandle(std::ptr::from_ref(Box::leak(Box::new(loaded))).expose_provenance()))
+}
+
+/// What a [`KernelHandle`] of the driver points to. A launch by the function of the current context saves the driver the
+/// search for it (0.3 of 3.6 microseconds); in other contexts of the device the kernel serves.
+struct Loaded {
+    /// `CUkernel`.
+    kernel: usize,
+    /// Number of the context it was loaded in; numbers are not used again.
+    context: u64,
+    /// `CUfunction` there.
+    function: usize,
+}
+
+impl Loaded {
+    fn of(handle: KernelHandle) -> &'static Loaded {
+        // SAFETY: handles of this driver are made by `load_library`, from boxes that are never freed.
+        unsafe { &*std::ptr::with_exposed_provenance(handle.0) }
+    }
+
+    /// What to launch in the current context.
+    fn here(&self) -> Result<sys::CUfunction> {
+        let which = if current_context()? == self.context { self.function } else { self.kernel };
+        Ok(std::ptr::with_exposed_provenance_mut(which))
+    }
+}
+
+/// The number of the current context.
+fn current_context() -> Result<u64> {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the out parameter is valid for writes.
+    check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&raw mut context) })?;
+    let mut number = 0;
+    // SAFETY: a context is current; the out parameter is valid for writes.
+    check("cuCtxGetId", unsafe { sys::cuCtxGetId(context, &raw mut number) })?;
+    Ok(number)
 }
 
 #[cfg(test)]
