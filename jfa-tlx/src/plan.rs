@@ -390,8 +390,7 @@ fn shape_of(chosen: &Chosen, problem: &Problem) -> Shape {
             tile: b.q_tile,
             heads: problem.heads_q,
         }),
-        // With kv_index the pairs of a sequence and a key tile have no bound by the rows of the buffers.
-        split: if problem.uses_kv_index { Split::Never } else { Split::Always },
+        split: backward.map_or(Split::Always, |b| b.split),
     }
 }
 
