@@ -153,7 +153,8 @@ fn read(path: &str) -> Result<BTreeMap<String, Results>> {
 
 #[cfg(feature = "sim")]
 fn compare(path: &str, filter: &str) -> Result<()> {
-    let (gpu, backend) = jfa_bench::backends::simulator("cuda:sm_90a", 132)?;
+    let (gpu, backend) =
+        jfa_bench::backends::simulator("cuda:sm_90a", jfa_sim::Config { sms: 132, ..jfa_sim::Config::default() })?;
     let context = Context { memory: memory_of(&backend)?, backend, repeats: 1, observer: None };
     let want = read(path)?;
     println!(

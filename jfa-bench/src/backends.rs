@@ -19,18 +19,20 @@ pub fn registry() -> Registry {
 /// `sim:cuda:sm_90a`, `sim:tlx:sm_100a`, or the same with a variant of the backend behind it: its kernels on the simulator.
 #[cfg(feature = "sim")]
 fn simulated(variant: Option<&str>) -> jfa_core::Result<Arc<dyn AttentionBackend>> {
-    Ok(simulator(variant.unwrap_or(""), jfa_sim::Config::default().sms)?.1)
+    Ok(simulator(variant.unwrap_or(""), jfa_sim::Config::default())?.1)
 }
 
-/// A simulated device with that many multiprocessors and the backend on it: `BACKEND:ARCH[:VARIANT]`, `cuda` or `tlx` and
-/// `sm_90a` or `sm_100a`.
+/// A simulated device and the backend on it: `BACKEND:ARCH[:VARIANT]`, `cuda` or `tlx` and `sm_90a` or `sm_100a`.
 ///
 /// # Errors
 /// An unknown name or variant.
 #[cfg(feature = "sim")]
-pub fn simulator(name: &str, sms: u32) -> jfa_core::Result<(Arc<jfa_sim::gpu::SimGpu>, Arc<dyn AttentionBackend>)> {
+pub fn simulator(
+    name: &str,
+    config: jfa_sim::Config,
+) -> jfa_core::Result<(Arc<jfa_sim::gpu::SimGpu>, Arc<dyn AttentionBackend>)> {
+    use jfa_sim::Arch;
     use jfa_sim::gpu::SimGpu;
-    use jfa_sim::{Arch, Config};
 
     let unknown = || {
         jfa_core::Error::invalid(
@@ -47,7 +49,7 @@ pub fn simulator(name: &str, sms: u32) -> jfa_core::Result<(Arc<jfa_sim::gpu::Si
         _ => return Err(unknown()),
     };
     // The compiler behind tlx leaves out fences that the memory model asks for (see jfa-sim's README).
-    let config = Config { sms, strict_fences: backend != "tlx", ..Config::default() };
+    let config = jfa_sim::Config { strict_fences: config.strict_fences && backend != "tlx", ..config };
     let gpu = Arc::new(SimGpu::new(arch, config));
     let full = format!("sim:{backend}:{}", if arch == Arch::Sm90 { "sm_90a" } else { "sm_100a" });
     let variant = parts.next();
@@ -76,7 +78,7 @@ pub fn select_observed(name: Option<&str>) -> Result<(Arc<dyn AttentionBackend>,
     {
         let chosen = Environment::from_process().backend();
         if let Some(simulated) = name.or(chosen.as_deref()).and_then(|n| n.strip_prefix("sim:")) {
-            let (gpu, backend) = simulator(simulated, jfa_sim::Config::default().sms)?;
+            let (gpu, backend) = simulator(simulated, jfa_sim::Config::default())?;
             let observe = move || gpu.findings().iter().map(ToString::to_string).collect();
             return Ok((backend, Some(Box::new(observe))));
         }

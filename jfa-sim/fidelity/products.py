@@ -4,6 +4,7 @@
     python products.py compare DIR RUNNER     # anywhere: runs the simulator (path of jfa-sim-run) on the same, prints a table
     python products.py rule DIR               # anywhere: the rule of jfa-sim's README in NumPy against the GPU's results
     python products.py rows DIR               # anywhere: prints dot products and GPU results, as tests/products.txt keeps them
+    python products.py ptx                    # anywhere: prints the kernels, as tests/kernels/products.sm_90a.ptx keeps them
 
 A form is one instruction (or a chain of four); a family is a way to draw operands: exponents far apart, cancellation, subnormal
 numbers, infinities and NaN, overflow, powers of two that show where the sum is cut. Every form and family has 16 tiles of
@@ -285,10 +286,84 @@ def compare(folder, runner):
     return table((form, family, got[n], want) for n, (_, form, family, want) in enumerate(stored(folder)))
 
 
+def parts(bits, kind):
+    """Sign, exponent, significand, whether infinite or NaN, whether NaN."""
+    exp, man = kind[:2]
+    bits = bits & ~0x1fff if len(kind) == 4 else bits
+    e, m = bits >> man & (1 << exp) - 1, bits & (1 << man) - 1
+    special = e == (1 << exp) - 1
+    return bits >> (exp + man) & 1, np.maximum(e, 1) - (1 << (exp - 1)) + 1, np.where(e == 0, m, m | 1 << man), special, special & (m != 0)
+
+
+def rounded(total, unit, kind, nearest):
+    """Bits of total * 2^unit, towards zero or to nearest even; zeros are positive."""
+    exp, man = kind[:2]
+    size = np.abs(total)
+    length = np.frexp(size.astype(np.float64))[1]
+    least = 2 - (1 << (exp - 1))
+    drop = np.maximum(unit + length - 1, least) - man - unit
+    right = np.clip(drop, 0, 62)
+    q = np.where(drop >= 0, size >> right, size << np.clip(-drop, 0, 40))
+    rest, half = np.where(drop > 0, size & (np.int64(1) << right) - 1, 0), np.where(drop > 0, np.int64(1) << np.maximum(right - 1, 0), 1)
+    q = q + (nearest & ((rest > half) | (rest == half) & (q & 1 == 1) & (drop > 0)))
+    out = np.minimum(q + (np.maximum(unit + length - 1 - least, 0) << man), ((1 << exp) - 1) << man)
+    return np.where((out == 0) | (total == 0), 0, out | np.where(total < 0, 1 << (exp + man), 0))
+
+
+def rule(form, family, kept=25):
+    """What the form gives, by the rule of src/product.rs with `kept` bits behind the point."""
+    _, ty, _, steps, keep, half = FORMS[form]
+    kind, acc = TYPES[ty], F16 if half else F32
+    a, b, c = operands(form, family)
+    c = c if keep else np.zeros_like(c)
+    n, inf = 1 << (acc[0] + acc[1]), ((1 << acc[0]) - 1) << acc[1]
+    for s in range(steps):
+        sa, ea, ma, xa, na = (x[:, :, None] for x in parts(a[:, s], kind))
+        sb, eb, mb, xb, nb = (x[:, None] for x in parts(b[:, s], kind))
+        sc, ec, mc, xc, nc = parts(c, acc)
+        sign, e, m = sa ^ sb, ea + eb, ma * mb
+        top = np.maximum(np.where(m == 0, -9999, e).max(-1), np.where(mc == 0, -9999, ec))
+        top = np.where(top == -9999, 0, top)
+
+        def cut(m, e, bits):
+            by = e + kept - bits
+            return np.where(by >= 0, m << np.clip(by, 0, 40), m >> np.clip(-by, 0, 62))
+        terms, last = cut(m, e - top[..., None], 2 * kind[1]), cut(mc, ec - top, acc[1])
+        total = np.where(sign == 1, -terms, terms).sum(-1) + np.where(sc == 1, -last, last)
+        out = rounded(total, top - kept, acc, half)
+        plus, minus = (((xa | xb) & (sign == w)).any(-1) | xc & (sc == w) for w in (0, 1))
+        invalid = (xa & (mb == 0) | xb & (ma == 0) | na | nb).any(-1) | nc | plus & minus
+        c = np.where(invalid, n - 1, np.where(plus, inf, np.where(minus, inf | n, out)))
+    return c
+
+
+def check_rule(folder):
+    return table((form, family, rule(form, family), want) for _, form, family, want in stored(folder))
+
+
+def rows(folder, limit=3):
+    """Dot products that another rule would miss, first those that one bit more or less would change."""
+    for i, form, family, want in stored(folder):
+        a, b, c = operands(form, family)
+        want = want.astype(np.int64)
+        other = sum((rule(form, family, kept) != want).astype(int) for kept in (23, 24, 26))
+        order = np.argsort(-other, axis=None, kind="stable")[:limit]
+        print(f"= form{i} {family}")
+        for t, m, n in zip(*np.unravel_index(order, want.shape)):
+            words = [*a[t, :, m].ravel(), *b[t, :, n].ravel(), c[t, m, n], want[t, m, n]]
+            print(" ".join(f"{x:x}" for x in words))
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[1] == "device":
         device(Path(sys.argv[2]))
     elif len(sys.argv) == 4 and sys.argv[1] == "compare":
         sys.exit(1 if compare(Path(sys.argv[2]), sys.argv[3]) else 0)
+    elif len(sys.argv) == 3 and sys.argv[1] == "rule":
+        sys.exit(1 if check_rule(Path(sys.argv[2])) else 0)
+    elif len(sys.argv) == 3 and sys.argv[1] == "rows":
+        rows(Path(sys.argv[2]))
+    elif sys.argv[1:] == ["ptx"]:
+        print(ptx(), end="")
     else:
         sys.exit(__doc__)

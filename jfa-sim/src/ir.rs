@@ -55,7 +55,9 @@ pub enum Class {
     Move,
     /// f32 adds, multiplies and fused multiply-adds.
     Float,
-    /// Packed or 16-bit floats.
+    /// Packed f32: two results a lane.
+    Packed,
+    /// 16-bit floats, packed ones too.
     Half,
     /// f64.
     Double,
@@ -100,6 +102,7 @@ impl Class {
         Class::Integer,
         Class::Move,
         Class::Float,
+        Class::Packed,
         Class::Half,
         Class::Double,
         Class::Exp,

@@ -6,18 +6,19 @@
 //!
 //! | unit | sm_90 | sm_100 | source |
 //! |---|---|---|---|
-//! | issue, warp instructions | 4 | 4 | four schedulers, one instruction each (architecture white papers) |
-//! | f32 lanes | 128 | 128 | CUDA programming guide, throughput of arithmetic instructions |
-//! | packed f32 (`f32x2`), lane instructions | - | 64 | two results a lane at the same f32 rate |
+//! | issue, warp instructions | 4 | 4 | four schedulers, one instruction each (white papers of both architectures) |
+//! | f32 lanes | 128 | 128 | CUDA programming guide, throughput of native arithmetic, capabilities 9.0 and 10.0 |
+//! | packed f32 (`f32x2`), lanes | - | 64 | two results a lane at the same f32 rate |
 //! | integer lanes | 64 | 64 | the same table |
-//! | exponentials | 16 | 16 | the same table, special functions |
+//! | exponentials and other special functions | 16 | 16 | the same table |
 //! | conversions | 64 | 64 | the same table, from and to 16-bit types |
-//! | tensor core, 16-bit multiply-adds | 2,048 | 4,096 | peak rates of the data sheets over cores and boost clock |
-//! | tensor core, TF32 multiply-adds | 1,024 | 2,048 | the same |
+//! | tensor core, 16-bit multiply-adds | 2,048 | 4,096 | data sheets: 989 TFLOP/s over 132 cores at 1.83 GHz; 2.25 PFLOP/s over 148 at 1.85 |
+//! | tensor core, TF32 multiply-adds | 1,024 | 2,048 | the same: half of the 16-bit rates |
 //! | shared memory, bytes | 128 | 128 | 32 banks of four bytes |
-//! | copies to and from memory, bytes | 64 | 64 | L2 to multiprocessor, measured by public microbenchmarks |
+//! | copies to and from memory, bytes | 64 | 64 | the port of a multiprocessor to L2; all together get about 27 of it on an H200 (docs/performance.md) |
 //!
-//! Moves are left out, since the machine-code compiler removes most of them.
+//! Moves are left out, since the machine-code compiler removes most of them. Figures for sm_100 are from documents alone:
+//! there was no such device to measure.
 
 use crate::{Arch, Class, Counters};
 
@@ -95,7 +96,7 @@ pub fn bound(arch: Arch, c: &Counters) -> Bound {
     let memory = (c.copied_in + c.copied_out + c.reduced_out + c.global_read + c.global_written) as f64;
     let mut units = vec![
         ("issue", issued / r.issue),
-        ("f32", lanes(Class::Float) / r.float),
+        ("f32", (lanes(Class::Float) + 2.0 * lanes(Class::Packed)) / r.float),
         ("integer", (lanes(Class::Integer) + lanes(Class::Predicate)) / r.integer),
         ("special functions", (c.exponentials as f64 + lanes(Class::Special)) / r.special),
         ("conversions", lanes(Class::Convert) / r.convert),

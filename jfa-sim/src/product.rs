@@ -86,21 +86,34 @@ fn round(sum: f64, half: bool) -> f32 {
     if r == 0.0 { 0.0 } else { r }
 }
 
-/// `acc[m][n] += a[m][k] b[k][n]` by the rule above, where `k` is one step of an instruction.
-pub(crate) fn accumulate(acc: &mut [f32], a: &[f32], b: &[f32], n: usize, types: Types) {
-    assert!(n <= MAX_N && b.len().is_multiple_of(n));
-    let k = b.len() / n;
-    let eb = Exponents::new(b, types.least);
-    for (acc, a) in acc.chunks_exact_mut(n).zip(a.chunks_exact(k)) {
-        let ea = Exponents::new(a, types.least);
-        if ea.special || eb.special || acc.iter().any(|c| !c.is_finite()) {
-            for (j, c) in acc.iter_mut().enumerate() {
-                *c = one(*c, a, &ea.of, b, &eb.of, n, j, types);
+/// The second factor of one step of an instruction, `[k][n]`.
+pub(crate) struct Columns<'a> {
+    b: &'a [f32],
+    n: usize,
+    exponents: Exponents,
+    types: Types,
+}
+
+impl<'a> Columns<'a> {
+    pub(crate) fn new(b: &'a [f32], n: usize, types: Types) -> Columns<'a> {
+        assert!(n <= MAX_N && b.len().is_multiple_of(n));
+        Columns { b, n, exponents: Exponents::new(b, types.least), types }
+    }
+
+    /// `acc[m][n] += a[m][k] b[k][n]` by the rule above.
+    pub(crate) fn accumulate(&self, acc: &mut [f32], a: &[f32]) {
+        let Columns { b, n, exponents: eb, types } = self;
+        for (acc, a) in acc.chunks_exact_mut(*n).zip(a.chunks_exact(b.len() / n)) {
+            let ea = Exponents::new(a, types.least);
+            if ea.special || eb.special || acc.iter().any(|c| !c.is_finite()) {
+                for (j, c) in acc.iter_mut().enumerate() {
+                    *c = one(*c, a, &ea.of, b, &eb.of, *n, j, *types);
+                }
+            } else if ea.moderate() && eb.moderate() {
+                simd::with_fma(|| row::<true>(acc, a, &ea.of, b, &eb.of, *types));
+            } else {
+                simd::with_fma(|| row::<false>(acc, a, &ea.of, b, &eb.of, *types));
             }
-        } else if ea.moderate() && eb.moderate() {
-            simd::with_fma(|| row::<true>(acc, a, &ea.of, b, &eb.of, types));
-        } else {
-            simd::with_fma(|| row::<false>(acc, a, &ea.of, b, &eb.of, types));
         }
     }
 }
@@ -213,7 +226,7 @@ mod tests {
 
     fn dot(c: f32, a: &[f32], b: &[f32], types: Types) -> f32 {
         let mut acc = [c];
-        accumulate(&mut acc, a, b, 1, types);
+        Columns::new(b, 1, types).accumulate(&mut acc, a);
         acc[0]
     }
 

@@ -102,3 +102,85 @@ fn single_instructions_agree_with_an_h200() {
     }
     assert!(wrong.is_empty(), "\n{wrong}");
 }
+
+/// Dot products of one instruction (or a chain of four) and what an H200 made of them.
+struct Products {
+    kernel: &'static str,
+    /// Words of a, of b, c and the result.
+    rows: Vec<Vec<u32>>,
+}
+
+fn products() -> Vec<Products> {
+    let mut out: Vec<Products> = vec![];
+    for line in include_str!("products.txt").lines().filter(|l| !l.starts_with('#')) {
+        if let Some(name) = line.strip_prefix("= ") {
+            let kernel = name.split(' ').next().expect("a kernel");
+            out.push(Products { kernel, rows: vec![] });
+        } else {
+            let words = line.split(' ').map(|w| u32::from_str_radix(w, 16).expect("hexadecimal")).collect();
+            out.last_mut().expect("a kernel before its operands").rows.push(words);
+        }
+    }
+    out
+}
+
+/// Bytes of one operand element and of one accumulator, and K, of the kernels in their order.
+fn widths(kernel: &str) -> (usize, usize, usize) {
+    match kernel {
+        "form2" | "form10" => (4, 4, 8),
+        "form3" => (2, 2, 16),
+        "form8" | "form9" => (2, 4, 8),
+        _ => (2, 4, 16),
+    }
+}
+
+#[test]
+fn matrix_products_agree_with_an_h200() {
+    const M: usize = 64;
+    const N: usize = 8;
+    let mut m = Machine::new(Arch::Sm90, Config { threads: 1, ..Config::default() });
+    let p = m.load(&Module::parse(include_str!("kernels/products.sm_90a.ptx")).unwrap()).unwrap();
+    let (mut wrong, mut count) = (String::new(), 0);
+    for case in products() {
+        let (size, acc, k) = widths(case.kernel);
+        let steps = (case.rows[0].len() - 2) / (2 * k);
+        assert!(case.rows.len() <= N && case.rows.iter().all(|r| r.len() == 2 * k * steps + 2), "{}", case.kernel);
+        // Dot product i stands in row i and column i of one tile; everything else is zero.
+        let (mut a, mut b, mut c) =
+            (vec![0; steps * M * k * size], vec![0; steps * N * k * size], vec![0; M * N * acc]);
+        for (i, row) in case.rows.iter().enumerate() {
+            for s in 0..steps {
+                for x in 0..k {
+                    let put = |to: &mut [u8], at: usize, v: u32| {
+                        to[at * size..(at + 1) * size].copy_from_slice(&v.to_le_bytes()[..size]);
+                    };
+                    put(&mut a, (s * M + i) * k + x, row[s * k + x]);
+                    put(&mut b, (s * N + i) * k + x, row[(steps + s) * k + x]);
+                }
+            }
+            c[(i * N + i) * acc..(i * N + i + 1) * acc].copy_from_slice(&row[2 * k * steps].to_le_bytes()[..acc]);
+        }
+        let mut upload = |bytes: &[u8]| {
+            let at = m.alloc(bytes.len());
+            m.write(at, bytes).unwrap();
+            at
+        };
+        let (a, b, c, out) = (upload(&a), upload(&b), upload(&c), upload(&vec![0; M * N * acc]));
+        clean(
+            &m.launch(&p, case.kernel, shape([1; 3], 128, 1, 0), &[a.into(), b.into(), c.into(), out.into()]).unwrap(),
+        );
+        let mut got = vec![0; M * N * acc];
+        m.read(out, &mut got).unwrap();
+        for (i, row) in case.rows.iter().enumerate() {
+            let mut word = [0; 4];
+            word[..acc].copy_from_slice(&got[(i * N + i) * acc..(i * N + i + 1) * acc]);
+            let (got, want) = (u32::from_le_bytes(word), row[row.len() - 1]);
+            if got != want {
+                writeln!(wrong, "{} row {i}: {got:08x}, H200 {want:08x}", case.kernel).unwrap();
+            }
+            count += 1;
+        }
+    }
+    assert!(count >= 300, "{count} dot products");
+    assert!(wrong.is_empty(), "\n{wrong}");
+}

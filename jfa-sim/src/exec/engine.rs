@@ -818,7 +818,11 @@ impl<'a> Cluster<'a> {
                     }
                     let s = &mut self.ctas[to.0].smem;
                     s.data[to.1..to.1 + n].copy_from_slice(&buf[..n]);
-                    s.end_generic(to.1, n, slot, group);
+                    if self.l.cfg.strict_fences {
+                        s.end_generic(to.1, n, slot, group);
+                    } else {
+                        s.end_async(to.1, n, slot, group);
+                    }
                     self.counters.copied_in += n as u64;
                 }
             }

@@ -307,7 +307,7 @@ impl Cluster<'_> {
                 acc[row * n + col] = read_acc(&w.regs, &g.d, g.f16_acc, j, lane);
             });
         }
-        product::accumulate(&mut acc, &a, &b, n, types(g.ty, g.f16_acc));
+        product::Columns::new(&b, n, types(g.ty, g.f16_acc)).accumulate(&mut acc, &a);
         if g.f16_acc {
             for_fragment(n, |j, lane, row, col| {
                 let reg = &mut w.regs[g.d[j / 2] as usize][lane];
@@ -400,7 +400,7 @@ impl Cluster<'_> {
             self.fetch(w, *s, v);
         }
         for_fragment(8, |j, lane, row, col| acc[row * 8 + col] = f32::from_bits(c[j][lane] as u32));
-        product::accumulate(&mut acc, &a, &b, 8, types(g.ty, false));
+        product::Columns::new(&b, 8, types(g.ty, false)).accumulate(&mut acc, &a);
         let mut out = [[0u64; 32]; 4];
         for_fragment(8, |j, lane, row, col| out[j][lane] = u64::from(num::canon32(acc[row * 8 + col]).to_bits()));
         for (d, v) in g.d.iter().zip(&out) {

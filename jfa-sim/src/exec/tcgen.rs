@@ -625,7 +625,7 @@ impl Cluster<'_> {
         }
         let mut a = vec![0f32; rows * k];
         let mut row = vec![0f32; n];
-        let types = super::matrix::types(m.ty, m.f16_acc);
+        let columns = product::Columns::new(&b, n, super::matrix::types(m.ty, m.f16_acc));
         let (d_lane, d_col) = ((m.d >> 16) as usize, (m.d & 0xffff) as usize);
         for (g, &c) in m.ctas.iter().enumerate() {
             if m.a_tmem {
@@ -672,7 +672,7 @@ impl Cluster<'_> {
                         *x *= 0.5f32.powi(i32::from(m.scale_d));
                     }
                 }
-                product::accumulate(&mut row, &a[r * k..(r + 1) * k], &b, n, types);
+                columns.accumulate(&mut row, &a[r * k..(r + 1) * k]);
                 for (j, x) in row.iter().enumerate() {
                     tm.data[lane_of(j)] =
                         if m.f16_acc { u32::from(num::f32_to_f16(*x)) } else { num::canon32(*x).to_bits() };
