@@ -223,6 +223,12 @@ impl Schedule {
         &self.shape
     }
 
+    /// Whether neighbours with the same keys become one sequence, where their rows adjoin.
+    pub fn merges_shared_kv(&self) -> bool {
+        let full = self.mask.left < 0 && self.mask.right < 0;
+        full && self.problem.uses_kv_index && matches!(self.problem.query, Query::Jagged)
+    }
+
     /// Most units of a forward.
     pub const fn forward_capacity(&self) -> i32 {
         self.forward_capacity
@@ -287,7 +293,6 @@ impl Schedule {
             Query::Jagged => (-1, self.problem.total_q),
             Query::Broadcast { q_len } => (i32_of("q_len", q_len)?, self.problem.o_rows()),
         };
-        let full = self.mask.left < 0 && self.mask.right < 0;
         let none = Units { rows: 1, tile: 1, heads: 1 };
         let (backward, backward_capacity) = match (self.shape.backward, &self.backward_capacity) {
             (Some(b), Ok(capacity)) => (b, *capacity),
@@ -319,7 +324,7 @@ impl Schedule {
             backward_rows: backward.rows,
             backward_q_tile: backward.tile,
             backward_capacity,
-            merge_shared_kv: i32::from(full && self.problem.uses_kv_index && broadcast_q_len < 0),
+            merge_shared_kv: i32::from(self.merges_shared_kv()),
             mask: self.mask,
             backward_share: match self.shape.split {
                 Split::Balanced => i32::try_from(share).unwrap_or(i32::MAX),
