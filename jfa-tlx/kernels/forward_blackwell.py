@@ -17,7 +17,108 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from common import BOUND, LN_2, diagonal_shift, end_key, first_key, load_sequence, load_unit, split_scale
-from forward_hopper import fetch, masked, produce_keys_and_values, produce_queries, unit_keys
+from forward_hopper import draw, masked, unit_keys
+
+
+@triton.jit
+def read_number(cell):
+    """The number in a one-element buffer of shared memory."""
+    return tl.sum(tlx.local_load(cell), 0)
+
+
+@triton.jit
+def produce_queries(q_map, header, sequences, forward_units, counter, heads, group, packed_log2,
+                    item_cell, item_full, item_empty, q_tiles, q_full, q_empty,
+                    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, ITEMS: tl.constexpr, PERSISTENT: tl.constexpr):
+    items = tl.load(header) * heads
+    rows = BLOCK >> packed_log2
+    # Two rounds ahead for units, one for sequences: their latency hides behind the wait for a stage.
+    item = draw(counter, items, PERSISTENT, 0)
+    sequence, first = load_unit(forward_units, tl.maximum(item, 0) // heads)
+    q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
+    following = draw(counter, items, PERSISTENT, 1)
+    next_sequence, next_first = load_unit(forward_units, tl.maximum(following, 0) // heads)
+    use = 0
+    lone = 0
+    uses_0 = 0
+    uses_1 = 0
+    while item >= 0:
+        tlx.barrier_wait(item_empty[use % ITEMS], (use // ITEMS & 1) ^ 1)
+        tlx.local_store(item_cell[use % ITEMS], tl.full([1], 0, tl.int32) + item)
+        tlx.barrier_arrive(item_full[use % ITEMS])
+
+        after = draw(counter, items, PERSISTENT, 2)
+        next_q0, next_o0, next_q_len, next_kv0, next_kv_len = load_sequence(sequences, next_sequence)
+
+        q_head = tl.where(packed_log2 > 0, item % heads * group, item % heads)
+        both = q_len - first > rows
+        for consumer in tl.static_range(2):
+            if both | ((lone & 1) == consumer):  # a lone block goes to the consumers in turn
+                at = first + tl.where(both, consumer * rows, 0)
+                n = tl.minimum(rows, q_len - at)
+                uses = uses_0 if consumer == 0 else uses_1
+                stage = consumer * Q_STAGES + uses % Q_STAGES
+                tlx.barrier_wait(q_empty[stage], (uses // Q_STAGES & 1) ^ 1)
+                tlx.barrier_expect_bytes(q_full[stage], 2 * BLOCK * HEAD_DIM)
+                tlx.async_descriptor_load(q_map, q_tiles[stage], [BOUND, q_head, q0 + at + n, BOUND - n, 0], q_full[stage])
+        uses_0 += tl.where(both | (lone & 1 == 0), 1, 0)
+        uses_1 += tl.where(both | (lone & 1 == 1), 1, 0)
+        lone += tl.where(both, 0, 1)
+        use += 1
+        item = following
+        first = next_first
+        q0 = next_q0
+        q_len = next_q_len
+        following = after
+        next_sequence, next_first = load_unit(forward_units, tl.maximum(after, 0) // heads)
+    tlx.barrier_wait(item_empty[use % ITEMS], (use // ITEMS & 1) ^ 1)
+    tlx.local_store(item_cell[use % ITEMS], tl.full([1], -1, tl.int32))
+    tlx.barrier_arrive(item_full[use % ITEMS])
+
+
+@triton.jit
+def fetch(item_cell, item_full, item_empty, use, ITEMS: tl.constexpr):
+    """Item `use` of this block of threads."""
+    tlx.barrier_wait(item_full[use % ITEMS], use // ITEMS & 1)
+    item = read_number(item_cell[use % ITEMS])
+    tlx.barrier_arrive(item_empty[use % ITEMS])
+    return item
+
+
+@triton.jit
+def produce_keys_and_values(k_map, v_map, sequences, forward_units, heads, group, packed_log2, left, right, bottom_right,
+                            item_cell, item_full, item_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                            BLOCK: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, KV_STAGES: tl.constexpr,
+                            ITEMS: tl.constexpr):
+    rows = BLOCK >> packed_log2
+    use = 0
+    base = 0
+    item = fetch(item_cell, item_full, item_empty, use, ITEMS)
+    while item >= 0:
+        sequence, first = load_unit(forward_units, item // heads)
+        q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
+        shift = diagonal_shift(bottom_right, q_len, kv_len)
+        lo, hi, tile0, tiles = unit_keys(first, 2 * rows, q_len, kv_len, left, right, shift, KV_TILE)
+        kv_head = tl.where(packed_log2 > 0, item % heads, item % heads // group)
+        # The last tile first: it is the one that the end of the sequence, or a diagonal, cuts. In the order k0 k1 v0 k2 v1 ... v(n-1).
+        for j in tl.range(0, tl.where(tiles > 0, tiles + 1, 0)):
+            if j < tiles:
+                slot = (base + j) % KV_STAGES
+                row = (tile0 + tiles - 1 - j) * KV_TILE
+                n = tl.minimum(KV_TILE, hi - row)
+                tlx.barrier_wait(k_empty[slot], ((base + j) // KV_STAGES & 1) ^ 1)
+                tlx.barrier_expect_bytes(k_full[slot], 2 * KV_TILE * HEAD_DIM)
+                tlx.async_descriptor_load(k_map, k_tiles[slot], [BOUND, kv_head, kv0 + row + n, BOUND - n, 0], k_full[slot])
+            if j > 0:
+                slot = (base + j - 1) % KV_STAGES
+                row = (tile0 + tiles - j) * KV_TILE
+                n = tl.minimum(KV_TILE, hi - row)
+                tlx.barrier_wait(v_empty[slot], ((base + j - 1) // KV_STAGES & 1) ^ 1)
+                tlx.barrier_expect_bytes(v_full[slot], 2 * KV_TILE * HEAD_DIM)
+                tlx.async_descriptor_load(v_map, v_tiles[slot], [BOUND, kv_head, kv0 + row + n, BOUND - n, 0], v_full[slot])
+        base += tiles
+        use += 1
+        item = fetch(item_cell, item_full, item_empty, use, ITEMS)
 
 
 @triton.jit

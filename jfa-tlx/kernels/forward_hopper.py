@@ -2,7 +2,7 @@
 
   unit        128 query rows of one sequence and head in two blocks of 64, walked over tiles of KV_TILE keys
   roles       two consumer warpgroups, a block each; a warp that draws items and loads queries; a warp that loads keys and values
-  buffers     q: Q_STAGES per consumer; k and v: a ring of KV_STAGES tiles each; o: one block per consumer
+  buffers     q: a ring of 2 Q_STAGES blocks; k and v: a ring of KV_STAGES tiles each; o: one block per consumer
   barriers    item_full/item_empty: items drawn; q_full/q_empty per consumer and stage; k_full/k_empty, v_full/v_empty per slot. The
               rings run on across items: the next one's loads, and the other consumer's products, overlap an epilogue
   odd blocks  a unit with one block gives it to the consumers in turn; the other one walks along the rings and is ahead
@@ -17,10 +17,15 @@ import triton.language.extra.tlx as tlx
 from common import BOUND, LN_2, diagonal_shift, end_key, first_key, load_sequence, load_unit, split_scale
 
 
-@triton.jit
-def read_number(cell):
-    """The number in a one-element buffer of shared memory."""
-    return tl.sum(tlx.local_load(cell), 0)
+# Numbers of an item in shared memory: tiles (-1: no more items), first query head, key/value head, first key row, one past the last key
+# that a row sees, last tile, keys; per consumer rows (0: none), first row of o, first row plus the mask's shift, first place, the one
+# behind the last, first and end of the whole ones, flags (how the first tile is masked, 4: some row sees no key, 8: begins at place 0),
+# place of its queries.
+FIELDS = tl.constexpr(25)
+MASK_NONE = tl.constexpr(0)
+MASK_RIGHT = tl.constexpr(1)
+MASK_BOTH = tl.constexpr(2)
+KV_TILE_LOG2 = tl.constexpr(7)
 
 
 @triton.jit
@@ -33,7 +38,7 @@ def release(bar):
 def draw(counter, items, PERSISTENT: tl.constexpr, DRAWN: tl.constexpr):
     """Next item, -1 after the last one."""
     if PERSISTENT:
-        item = tl.atomic_add(counter, 1)
+        item = tl.atomic_add(counter, 1, sem="relaxed")  # else every item would empty the L1
     else:
         item = tl.program_id(0) if DRAWN == 0 else items
     return tl.where(item < items, item, -1)
@@ -45,103 +50,137 @@ def unit_keys(first, rows, q_len, kv_len, left, right, shift, KV_TILE: tl.conste
     last = tl.minimum(first + rows, q_len) - 1
     lo = first_key(first, left, shift)
     hi = end_key(last, right, shift, kv_len)
-    tile0 = lo // KV_TILE
-    return lo, hi, tile0, tl.where(hi > lo, (hi - 1) // KV_TILE - tile0 + 1, 0)
+    tl.static_assert(KV_TILE == 128)
+    tile0 = lo >> KV_TILE_LOG2
+    return lo, hi, tile0, tl.where(hi > lo, ((hi - 1) >> KV_TILE_LOG2) - tile0 + 1, 0)
 
 
 @triton.jit
-def produce_queries(q_map, header, sequences, forward_units, counter, heads, group, packed_log2,
-                    item_cell, item_full, item_empty, q_tiles, q_full, q_empty,
-                    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, ITEMS: tl.constexpr, PERSISTENT: tl.constexpr):
+def put(cell, value):
+    """Writes a number to shared memory."""
+    tlx.local_store(cell, tl.zeros([1], tl.int32) + value)
+
+
+@triton.jit
+def get(cell):
+    """Reads it."""
+    return tl.sum(tlx.local_load(cell), 0)
+
+
+@triton.jit
+def produce_queries(q_map, header, sequences, forward_units, counter, heads, group, packed_log2, left, right, bottom_right, factor,
+                    cells, item_full, item_empty, q_tiles, q_full, q_empty,
+                    BLOCK: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, ITEMS: tl.constexpr,
+                    PERSISTENT: tl.constexpr):
+    """Draws items, tells the consumers and the other producer what they need of them (`cells`, see FIELDS), loads queries."""
     items = tl.load(header) * heads
     rows = BLOCK >> packed_log2
-    # Two rounds ahead for units, one for sequences: their latency hides behind the wait for a stage.
     item = draw(counter, items, PERSISTENT, 0)
-    sequence, first = load_unit(forward_units, tl.maximum(item, 0) // heads)
-    q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
-    following = draw(counter, items, PERSISTENT, 1)
-    next_sequence, next_first = load_unit(forward_units, tl.maximum(following, 0) // heads)
     use = 0
     lone = 0
-    uses_0 = 0
-    uses_1 = 0
+    blocks = 0
     while item >= 0:
+        following = draw(counter, items, PERSISTENT, 1)
+        sequence, first = load_unit(forward_units, item // heads)
+        q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
+        head = item % heads
+        q_head = tl.where(packed_log2 > 0, head * group, head)
+        shift = diagonal_shift(bottom_right, q_len, kv_len)
+        lo, hi, tile0, tiles = unit_keys(first, 2 * rows, q_len, kv_len, left, right, shift, KV_TILE)
+        last_tile = tile0 + tiles - 1
+        both = q_len - first > rows
         tlx.barrier_wait(item_empty[use % ITEMS], (use // ITEMS & 1) ^ 1)
-        tlx.local_store(item_cell[use % ITEMS], tl.full([1], 0, tl.int32) + item)
+        at = use % ITEMS * FIELDS
+        put(cells[at], tiles)
+        put(cells[at + 1], q_head)
+        put(cells[at + 2], tl.where(packed_log2 > 0, head, head // group))
+        put(cells[at + 3], kv0)
+        put(cells[at + 4], hi)
+        put(cells[at + 5], last_tile)
+        put(cells[at + 6], kv_len)
+        for consumer in tl.static_range(2):
+            mine = both | ((lone & 1) == consumer)  # a lone block goes to the consumers in turn
+            f = first + tl.where(both, consumer * rows, 0)
+            count = tl.where(mine, tl.minimum(rows, q_len - f), 0)
+            own_lo, own_hi, own_tile, own_tiles = unit_keys(f, rows, q_len, kv_len, left, right, shift, KV_TILE)
+            own_tiles = tl.where(mine, own_tiles, 0)
+            begin = tl.where(own_tiles > 0, last_tile + 1 - own_tile - own_tiles, 0)
+            end = begin + own_tiles
+            # Places (tile t stands at last_tile - t): behind the first, cut ones from the right, whole ones up to whole_end, cut ones
+            # from the left.
+            every_end = end_key(f, right, shift, kv_len)
+            every_first = first_key(f + count - 1, left, shift)
+            right_cut = last_tile + 1 - (every_end >> KV_TILE_LOG2)
+            cut_left = last_tile + 1 - ((every_first + KV_TILE - 1) >> KV_TILE_LOG2)
+            whole = tl.minimum(tl.maximum(tl.where(factor != 1.0, end, right_cut), begin + 1), end)
+            whole_end = tl.minimum(tl.maximum(cut_left, whole), end)
+            # How the first tile is masked.
+            kind = tl.where((factor != 1.0) | (begin >= cut_left), MASK_BOTH, tl.where(begin < right_cut, MASK_RIGHT, MASK_NONE))
+            blind = (every_end <= 0) | (every_first >= kv_len)
+            direct = (own_tiles > 0) & (begin == 0)
+            block = at + 7 + consumer * 9
+            put(cells[block], count)
+            put(cells[block + 1], o0 + f)
+            put(cells[block + 2], f + shift)
+            put(cells[block + 3], begin)
+            put(cells[block + 4], end)
+            put(cells[block + 5], whole)
+            put(cells[block + 6], whole_end)
+            put(cells[block + 7], kind + tl.where(blind, 4, 0) + tl.where(direct, 8, 0))
+            put(cells[block + 8], blocks + tl.where(both, consumer, 0))
         tlx.barrier_arrive(item_full[use % ITEMS])
 
-        after = draw(counter, items, PERSISTENT, 2)
-        next_q0, next_o0, next_q_len, next_kv0, next_kv_len = load_sequence(sequences, next_sequence)
-
-        q_head = tl.where(packed_log2 > 0, item % heads * group, item % heads)
-        both = q_len - first > rows
-        for consumer in tl.static_range(2):
-            if both | ((lone & 1) == consumer):  # a lone block goes to the consumers in turn
-                at = first + tl.where(both, consumer * rows, 0)
-                n = tl.minimum(rows, q_len - at)
-                uses = uses_0 if consumer == 0 else uses_1
-                stage = consumer * Q_STAGES + uses % Q_STAGES
-                tlx.barrier_wait(q_empty[stage], (uses // Q_STAGES & 1) ^ 1)
-                tlx.barrier_expect_bytes(q_full[stage], 2 * BLOCK * HEAD_DIM)
-                tlx.async_descriptor_load(q_map, q_tiles[stage], [BOUND, q_head, q0 + at + n, BOUND - n, 0], q_full[stage])
-        uses_0 += tl.where(both | (lone & 1 == 0), 1, 0)
-        uses_1 += tl.where(both | (lone & 1 == 1), 1, 0)
+        for row in tl.range(first, tl.minimum(first + 2 * rows, q_len), rows):
+            n = tl.minimum(rows, q_len - row)
+            stage = blocks % (2 * Q_STAGES)
+            tlx.barrier_wait(q_empty[stage], (blocks // (2 * Q_STAGES) & 1) ^ 1)
+            tlx.barrier_expect_bytes(q_full[stage], 2 * BLOCK * HEAD_DIM)
+            tlx.async_descriptor_load(q_map, q_tiles[stage], [BOUND, q_head, q0 + row + n, BOUND - n, 0], q_full[stage])
+            blocks += 1
         lone += tl.where(both, 0, 1)
         use += 1
         item = following
-        first = next_first
-        q0 = next_q0
-        q_len = next_q_len
-        following = after
-        next_sequence, next_first = load_unit(forward_units, tl.maximum(after, 0) // heads)
     tlx.barrier_wait(item_empty[use % ITEMS], (use // ITEMS & 1) ^ 1)
-    tlx.local_store(item_cell[use % ITEMS], tl.full([1], -1, tl.int32))
+    put(cells[use % ITEMS * FIELDS], -1)
+    put(cells[use % ITEMS * FIELDS + 14], 0)
+    put(cells[use % ITEMS * FIELDS + 23], 0)
     tlx.barrier_arrive(item_full[use % ITEMS])
 
 
 @triton.jit
-def fetch(item_cell, item_full, item_empty, use, ITEMS: tl.constexpr):
-    """Item `use` of this block of threads."""
-    tlx.barrier_wait(item_full[use % ITEMS], use // ITEMS & 1)
-    item = read_number(item_cell[use % ITEMS])
-    tlx.barrier_arrive(item_empty[use % ITEMS])
-    return item
-
-
-@triton.jit
-def produce_keys_and_values(k_map, v_map, sequences, forward_units, heads, group, packed_log2, left, right, bottom_right,
-                            item_cell, item_full, item_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                            BLOCK: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, KV_STAGES: tl.constexpr,
-                            ITEMS: tl.constexpr):
-    rows = BLOCK >> packed_log2
+def produce_keys_and_values(k_map, v_map, cells, item_full, item_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                            KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, KV_STAGES: tl.constexpr, ITEMS: tl.constexpr):
     use = 0
     base = 0
-    item = fetch(item_cell, item_full, item_empty, use, ITEMS)
-    while item >= 0:
-        sequence, first = load_unit(forward_units, item // heads)
-        q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
-        shift = diagonal_shift(bottom_right, q_len, kv_len)
-        lo, hi, tile0, tiles = unit_keys(first, 2 * rows, q_len, kv_len, left, right, shift, KV_TILE)
-        kv_head = tl.where(packed_log2 > 0, item % heads, item % heads // group)
+    tlx.barrier_wait(item_full[0], 0)
+    tiles = get(cells[0])
+    while tiles >= 0:
+        at = use % ITEMS * FIELDS
+        kv_head = get(cells[at + 2])
+        kv0 = get(cells[at + 3])
+        hi = get(cells[at + 4])
+        last_tile = get(cells[at + 5])
+        release(item_empty[use % ITEMS])
         # The last tile first: it is the one that the end of the sequence, or a diagonal, cuts. In the order k0 k1 v0 k2 v1 ... v(n-1).
         for j in tl.range(0, tl.where(tiles > 0, tiles + 1, 0)):
             if j < tiles:
                 slot = (base + j) % KV_STAGES
-                row = (tile0 + tiles - 1 - j) * KV_TILE
+                row = (last_tile - j) * KV_TILE
                 n = tl.minimum(KV_TILE, hi - row)
                 tlx.barrier_wait(k_empty[slot], ((base + j) // KV_STAGES & 1) ^ 1)
                 tlx.barrier_expect_bytes(k_full[slot], 2 * KV_TILE * HEAD_DIM)
                 tlx.async_descriptor_load(k_map, k_tiles[slot], [BOUND, kv_head, kv0 + row + n, BOUND - n, 0], k_full[slot])
             if j > 0:
                 slot = (base + j - 1) % KV_STAGES
-                row = (tile0 + tiles - j) * KV_TILE
+                row = (last_tile - j + 1) * KV_TILE
                 n = tl.minimum(KV_TILE, hi - row)
                 tlx.barrier_wait(v_empty[slot], ((base + j - 1) // KV_STAGES & 1) ^ 1)
                 tlx.barrier_expect_bytes(v_full[slot], 2 * KV_TILE * HEAD_DIM)
                 tlx.async_descriptor_load(v_map, v_tiles[slot], [BOUND, kv_head, kv0 + row + n, BOUND - n, 0], v_full[slot])
         base += tiles
         use += 1
-        item = fetch(item_cell, item_full, item_empty, use, ITEMS)
+        tlx.barrier_wait(item_full[use % ITEMS], use // ITEMS & 1)
+        tiles = get(cells[use % ITEMS * FIELDS])
 
 
 @triton.jit
@@ -212,23 +251,8 @@ def step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc,
 
 
 @triton.jit
-def block_of(me: tl.constexpr, lone, unit_first, q_len, kv_len, left, right, bottom_right, rows, base, KV_TILE: tl.constexpr):
-    """This consumer's block of a unit whose first tile stands at place `base`: whether there is one, its first row, the place of tile t
-    plus t, its first place and the one behind its last, the one behind the unit's last."""
-    shift = diagonal_shift(bottom_right, q_len, kv_len)
-    lo, hi, tile0, tiles = unit_keys(unit_first, 2 * rows, q_len, kv_len, left, right, shift, KV_TILE)
-    both = q_len - unit_first > rows
-    mine = both | ((lone & 1) == me)  # a lone block goes to the consumers in turn
-    first = unit_first + tl.where(both, me * rows, 0)
-    own_lo, own_hi, own_tile, own_tiles = unit_keys(first, rows, q_len, kv_len, left, right, shift, KV_TILE)
-    to_tile = base + tile0 + tiles - 1
-    begin = tl.where(own_tiles > 0, to_tile + 1 - own_tile - own_tiles, base)
-    return mine, both, shift, first, to_tile, begin, begin + own_tiles, base + tiles
-
-
-@triton.jit
-def finish(acc, top, total, scale, me: tl.constexpr, item, o_row, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, heads, group,
-           packed_log2, rows, BLOCK: tl.constexpr, dtype: tl.constexpr):
+def finish(acc, top, total, scale, me: tl.constexpr, o_head, o_row, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, rows,
+           BLOCK: tl.constexpr, dtype: tl.constexpr):
     """Divides by the sum; stores o and lse."""
     # No maximum means no visible key: o is exactly 0 and lse -inf, whatever v holds.
     blind = (top == float("-inf")) & (total == total)
@@ -238,7 +262,6 @@ def finish(acc, top, total, scale, me: tl.constexpr, item, o_row, n_rows, blind_
     tlx.async_descriptor_store_wait(0)  # the store before has left its buffer
     tlx.local_store(o_tiles[me], acc.to(dtype))
     tlx.fence("async_shared")
-    o_head = tl.where(packed_log2 > 0, item % heads * group, item % heads)
     tlx.async_descriptor_store(o_map, o_tiles[me], [BOUND, o_head, o_row + n_rows, BOUND - n_rows, 0])
     r = tl.arange(0, BLOCK)
     value = tl.where(blind, float("-inf"), (top * scale + tl.math.log2(total)) * LN_2)
@@ -247,70 +270,65 @@ def finish(acc, top, total, scale, me: tl.constexpr, item, o_row, n_rows, blind_
 
 
 @triton.jit
-def consume(me: tl.constexpr, o_map, lse, lse_head, sequences, forward_units, scale_log2, heads, group, packed_log2, left, right,
-            bottom_right, o_rows, item_cell, item_full, item_empty, q_tiles, q_full, q_empty, k_tiles, k_full, k_empty,
-            v_tiles, v_full, v_empty, o_tiles,
-            BLOCK: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr,
-            KV_STAGES: tl.constexpr, ITEMS: tl.constexpr):
+def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, left, right, o_rows, cells, item_full, item_empty,
+            q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, o_tiles,
+            BLOCK: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, KV_STAGES: tl.constexpr,
+            ITEMS: tl.constexpr):
     dtype: tl.constexpr = tlx.dtype_of(o_map)
     TURNS: tl.constexpr = 16
     rows = BLOCK >> packed_log2
     factor, scale = split_scale(scale_log2)
     r = tl.arange(0, BLOCK)
     use = 0
-    uses = 0
-    lone = 0
     base = 0
-    item = fetch(item_cell, item_full, item_empty, use, ITEMS)
-    sequence, unit_first = load_unit(forward_units, tl.maximum(item, 0) // heads)
-    q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
-    while item >= 0:
+    tlx.barrier_wait(item_full[0], 0)
+    tiles = get(cells[0])
+    while tiles >= 0:
         # Scores of a block's first tile: from the end of the block before, where that was possible. (The compiler carries them in
         # registers from turn to turn of this loop, but not of the outer one.)
         s = tl.zeros([BLOCK, KV_TILE], tl.float32)
-        has_scores = 0
+        early = 0
         for turn in tl.range(0, TURNS):
-            if item >= 0:
-                # The next item, in time.
+            if tiles >= 0:
+                at = use % ITEMS * FIELDS
+                q_head = get(cells[at + 1])
+                to_tile = base + get(cells[at + 5])
+                kv_len = get(cells[at + 6])
+                block = at + 7 + me * 9
+                n_rows = get(cells[block])
+                o_row = get(cells[block + 1])
+                x = get(cells[block + 2]) + r % rows
+                begin = base + get(cells[block + 3])
+                end = base + get(cells[block + 4])
+                whole = base + get(cells[block + 5])
+                whole_end = base + get(cells[block + 6])
+                flags = get(cells[block + 7])
+                q_place = get(cells[block + 8])
+                release(item_empty[use % ITEMS])
+                after = base + tiles
                 use += 1
-                next_item = fetch(item_cell, item_full, item_empty, use, ITEMS)
-                sequence, next_first = load_unit(forward_units, tl.maximum(next_item, 0) // heads)
-                q0, next_o0, next_q_len, kv0, next_kv_len = load_sequence(sequences, sequence)
-
-                mine, both, shift, first, to_tile, begin, end, after = block_of(me, lone, unit_first, q_len, kv_len, left, right, bottom_right, rows,
-                                                                                base, KV_TILE)
-                lone += tl.where(both, 0, 1)
-                if mine:
-                    n_rows = tl.minimum(rows, q_len - first)
-                    # Behind the first tile, cut ones from the right, whole ones up to whole_end, cut ones from the left.
-                    whole = to_tile + 1 - end_key(first, right, shift, kv_len) // KV_TILE
-                    whole = tl.minimum(tl.maximum(tl.where(factor != 1.0, end, whole), begin + 1), end)
-                    cut_left = to_tile + 1 - (first_key(first + n_rows - 1, left, shift) + KV_TILE - 1) // KV_TILE
-                    whole_end = tl.minimum(tl.maximum(cut_left, whole), end)
-                    i = first + r % rows
-                    first_visible = first_key(i, left, shift)
-                    end_visible = end_key(i, right, shift, kv_len)
-                    blind_rows = (end_key(first, right, shift, kv_len) <= 0) | (first_key(first + n_rows - 1, left, shift) >= kv_len)
-
-                    q_stage = me * Q_STAGES + uses % Q_STAGES
+                if n_rows > 0:
+                    first_visible = first_key(x, left, 0)
+                    end_visible = end_key(x, right, 0, kv_len)
+                    q_stage = q_place % (2 * Q_STAGES)
                     q_tile = q_tiles[q_stage]
-                    if has_scores == 0:
-                        tlx.barrier_wait(q_full[q_stage], uses // Q_STAGES & 1)
+                    top = tl.full([BLOCK], float("-inf"), tl.float32)
+                    total = tl.zeros([BLOCK], tl.float32)
+                    acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+                    if early == 0:
+                        tlx.barrier_wait(q_full[q_stage], q_place // (2 * Q_STAGES) & 1)
                         walk(k_full, k_empty, v_full, v_empty, base, begin, KV_STAGES)
-                    uses += 1
                     if end > begin:
-                        if has_scores == 0:
+                        if early == 0:
                             slot = begin % KV_STAGES
                             tlx.barrier_wait(k_full[slot], begin // KV_STAGES & 1)
                             s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[slot]))
                             s = tlx.async_dot_wait(0, s)
                             release(k_empty[slot])
-                        if (factor == 1.0) & (begin < cut_left):
+                        if flags & 3 == MASK_RIGHT:
                             s = masked_right(s, to_tile - begin, end_visible, KV_TILE)
-                        else:
+                        if flags & 3 == MASK_BOTH:
                             s = masked(s, to_tile - begin, first_visible, end_visible, factor, KV_TILE)
-                        top = tl.full([BLOCK], float("-inf"), tl.float32)
-                        acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
                         p, top, shrink = softmax(s, top, scale)
                         total = tl.sum(p, 1)
                         weights = p.to(dtype)
@@ -324,24 +342,27 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, sequences, forward_units, sc
                             acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
                                                             scale, to_tile - place, first_visible, end_visible, factor, dtype, "left", KV_TILE, KV_STAGES)
                         release(q_empty[q_stage])
+                        tlx.barrier_wait(item_full[use % ITEMS], use // ITEMS & 1)
+                        next_at = use % ITEMS * FIELDS
+                        more = get(cells[next_at]) >= 0
+                        direct = get(cells[next_at + 14 + me * 9]) & 8 != 0
+                        early = (more & direct & (end == after) & (turn + 1 < TURNS)).to(tl.int32)
                         slot = (end - 1) % KV_STAGES
                         tlx.barrier_wait(v_full[slot], (end - 1) // KV_STAGES & 1)
-                        next_mine, next_both, next_shift, x_first, x_tile, next_begin, next_end, x_after = block_of(
-                            me, lone, next_first, next_q_len, next_kv_len, left, right, bottom_right, rows, after, KV_TILE)
-                        has_scores = ((next_item >= 0) & next_mine & (next_end > next_begin) & (next_begin == after) & (end == after) & (turn + 1 < TURNS)).to(tl.int32)
-                        # The next block's first product goes to the tensor cores right behind this block's last and before its epilogue, where no
-                        # tile must be walked over before. (Both products of a path stand in one straight line: the assembler would join them.)
-                        if has_scores != 0:
-                            next_stage = me * Q_STAGES + uses % Q_STAGES
-                            next_slot = next_begin % KV_STAGES
-                            tlx.barrier_wait(q_full[next_stage], uses // Q_STAGES & 1)
-                            tlx.barrier_wait(k_full[next_slot], next_begin // KV_STAGES & 1)
+                        # The next block's first product goes to the tensor cores right behind this block's last and before its epilogue, where
+                        # no tile must be walked over before. (Both products of a path stand in one straight line: the assembler would join
+                        # them.)
+                        if early != 0:
+                            next_q_place = get(cells[next_at + 15 + me * 9])
+                            next_stage = next_q_place % (2 * Q_STAGES)
+                            next_slot = after % KV_STAGES
+                            tlx.barrier_wait(q_full[next_stage], next_q_place // (2 * Q_STAGES) & 1)
+                            tlx.barrier_wait(k_full[next_slot], after // KV_STAGES & 1)
                             acc = tlx.async_dot(weights, v_tiles[slot], acc)
                             s = tlx.async_dot(q_tiles[next_stage], tlx.local_trans(k_tiles[next_slot]))
                             acc = tlx.async_dot_wait(1, acc)
                             release(v_empty[slot])
-                            finish(acc, top, total, scale, me, item, o0 + first, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, heads, group,
-                                   packed_log2, rows, BLOCK, dtype)
+                            finish(acc, top, total, scale, me, q_head, o_row, n_rows, flags & 4 != 0, o_map, o_tiles, lse, lse_head, o_rows, rows, BLOCK, dtype)
                             s = tlx.async_dot_wait(0, s)
                             release(k_empty[next_slot])
                         else:
@@ -349,23 +370,18 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, sequences, forward_units, sc
                             acc = tlx.async_dot(weights, v_tiles[slot], acc)
                             acc = tlx.async_dot_wait(0, acc)
                             release(v_empty[slot])
-                            finish(acc, top, total, scale, me, item, o0 + first, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, heads, group,
-                                   packed_log2, rows, BLOCK, dtype)
                     else:
                         s = tl.zeros([BLOCK, KV_TILE], tl.float32)
                         release(q_empty[q_stage])
-                        finish(tl.zeros([BLOCK, HEAD_DIM], tl.float32), tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32), scale, me,
-                               item, o0 + first, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, heads, group, packed_log2, rows, BLOCK, dtype)
-                    walk(k_full, k_empty, v_full, v_empty, end, after, KV_STAGES)
+                    if early == 0:
+                        walk(k_full, k_empty, v_full, v_empty, end, after, KV_STAGES)
+                        finish(acc, top, total, scale, me, q_head, o_row, n_rows, flags & 4 != 0, o_map, o_tiles, lse, lse_head, o_rows, rows, BLOCK, dtype)
                 else:
                     s = tl.zeros([BLOCK, KV_TILE], tl.float32)
                     walk(k_full, k_empty, v_full, v_empty, base, after, KV_STAGES)
                 base = after
-                item = next_item
-                unit_first = next_first
-                o0 = next_o0
-                q_len = next_q_len
-                kv_len = next_kv_len
+                tlx.barrier_wait(item_full[use % ITEMS], use // ITEMS & 1)
+                tiles = get(cells[use % ITEMS * FIELDS])
     tlx.async_descriptor_store_wait(0)
 
 
@@ -382,9 +398,9 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
     k_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, KV_STAGES)
     v_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, KV_STAGES)
     o_tiles = tlx.local_alloc((BLOCK, HEAD_DIM), dtype, 2)
-    item_cell = tlx.local_alloc((1, ), tl.int32, ITEMS)
+    cells = tlx.local_alloc((1, ), tl.int32, ITEMS * 25)
     item_full = tlx.alloc_barriers(num_barriers=ITEMS, arrive_count=1)
-    item_empty = tlx.alloc_barriers(num_barriers=ITEMS, arrive_count=3)
+    item_empty = tlx.alloc_warp_barrier(num_barriers=ITEMS, num_warps=9)
     q_full = tlx.alloc_barriers(num_barriers=2 * Q_STAGES, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(num_barriers=2 * Q_STAGES, num_warps=4)
     k_full = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=1)
@@ -392,22 +408,20 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
     v_full = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=1)
     v_empty = tlx.alloc_warp_barrier(num_barriers=KV_STAGES, num_warps=4, num_arrivals=2)
 
+    factor, positive = split_scale(scale_log2)
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            consume(0, o_map, lse, lse_head, sequences, forward_units, scale_log2, heads, group, packed_log2, left, right, bottom_right,
-                    o_rows, item_cell, item_full, item_empty, q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full,
-                    v_empty, o_tiles, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, KV_STAGES, ITEMS)
-        with tlx.async_task(num_warps=4, registers=232):
-            consume(1, o_map, lse, lse_head, sequences, forward_units, scale_log2, heads, group, packed_log2, left, right, bottom_right,
-                    o_rows, item_cell, item_full, item_empty, q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full,
-                    v_empty, o_tiles, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, KV_STAGES, ITEMS)
-        with tlx.async_task(num_warps=1, registers=40):
-            produce_queries(q_map, header, sequences, forward_units, counter, heads, group, packed_log2, item_cell, item_full, item_empty,
-                            q_tiles, q_full, q_empty, BLOCK, HEAD_DIM, Q_STAGES, ITEMS, PERSISTENT)
-        with tlx.async_task(num_warps=1, registers=40):
-            produce_keys_and_values(k_map, v_map, sequences, forward_units, heads, group, packed_log2, left, right, bottom_right,
-                                    item_cell, item_full, item_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                                    BLOCK, KV_TILE, HEAD_DIM, KV_STAGES, ITEMS)
+            consume(0, o_map, lse, lse_head, scale_log2, packed_log2, left, right, o_rows, cells, item_full, item_empty, q_tiles, q_full, q_empty,
+                    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, o_tiles, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, KV_STAGES, ITEMS)
+        with tlx.async_task(num_warps=4, registers=224):
+            consume(1, o_map, lse, lse_head, scale_log2, packed_log2, left, right, o_rows, cells, item_full, item_empty, q_tiles, q_full, q_empty,
+                    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, o_tiles, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, KV_STAGES, ITEMS)
+        with tlx.async_task(num_warps=1, registers=56):
+            produce_queries(q_map, header, sequences, forward_units, counter, heads, group, packed_log2, left, right, bottom_right, factor,
+                            cells, item_full, item_empty, q_tiles, q_full, q_empty, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, ITEMS, PERSISTENT)
+        with tlx.async_task(num_warps=1, registers=56):
+            produce_keys_and_values(k_map, v_map, cells, item_full, item_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                                    KV_TILE, HEAD_DIM, KV_STAGES, ITEMS)
 
 
 @triton.jit
