@@ -30,6 +30,10 @@ pub struct Options {
     /// Compare the committed bundles with what the sources give, byte by byte, instead of writing them.
     #[arg(long)]
     check: bool,
+    /// With --check: compile one kernel in N, drawn by the digests of the sources (so that each change draws others), and
+    /// compare the digests of sources, options and compilers that the bundles record for all of them.
+    #[arg(long, value_name = "N", requires = "check", conflicts_with = "only", default_value_t = 1)]
+    sample: u32,
     /// Compile only kernels whose name, crate/name or architecture contains this (repeatable); the others stay as they
     /// are in the bundles.
     #[arg(long, value_name = "NAME")]
@@ -98,6 +102,13 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
             jobs.push(Job { row, arch, key });
         }
     }
+    let mut differences = Vec::new();
+    if options.sample > 1 {
+        differences.extend(compare_digests(family, &jobs)?);
+        jobs.retain(|job| drawn(&job.key, options.sample));
+    }
+    // What is compiled now is not everything: the rest of a bundle stays as it is.
+    let partial = !options.only.is_empty() || options.sample > 1;
     let (compiled, fresh) = compile_all(places, options, family, &*toolchain, &jobs)?;
 
     // One list of kernels per architecture and kind.
@@ -122,7 +133,6 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
     );
 
     let versions = toolchain.versions();
-    let mut differences = Vec::new();
     let mut outputs: Vec<(PathBuf, Vec<u8>)> = Vec::new();
     let mut table = Vec::new();
     for arch in family.archs() {
@@ -131,7 +141,7 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
             let path = bundle_path(family, arch, kind);
             let image = |c: &Compiled| if kind == ImageKind::Cubin { c.cubin.clone() } else { c.ptx.clone() };
             let mut kernels: Vec<_> = new.iter().map(|(i, c)| (i.clone(), image(c))).collect();
-            if !options.only.is_empty() {
+            if partial {
                 let old = std::fs::read(&path).ok().map(Bundle::from_vec).transpose()?;
                 if options.check {
                     differences.extend(compare_some(&path, old.as_ref(), &kernels)?);
@@ -147,7 +157,7 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
             outputs.push((path, Bundle::write(kind, &family.owner, arch, &versions, kernels)?));
         }
     }
-    if options.check && !options.only.is_empty() {
+    if options.check && partial {
         println!("{}: {} kernels compared in {:.1} s", family.owner, jobs.len(), start.elapsed().as_secs_f32());
         return Ok(differences);
     }
@@ -426,6 +436,35 @@ fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
+/// Whether a kernel is among the one in `n` that are compiled; `key` is hexadecimal.
+fn drawn(key: &str, n: u32) -> bool {
+    key.get(..8).and_then(|k| u32::from_str_radix(k, 16).ok()).is_none_or(|k| k % n == 0)
+}
+
+/// Differences of the kernels' names and digests of sources from those the committed bundles record.
+fn compare_digests(family: &Family, jobs: &[Job]) -> Result<Vec<String>> {
+    let mut out = Vec::new();
+    for arch in family.archs() {
+        let new: BTreeMap<_, _> =
+            jobs.iter().filter(|j| j.arch == arch).map(|j| (j.row.name.as_str(), j.key.as_str())).collect();
+        for kind in [ImageKind::Cubin, ImageKind::Ptx] {
+            let path = bundle_path(family, arch, kind);
+            let Ok(file) = std::fs::read(&path) else {
+                out.push(format!("{} does not exist", path.display()));
+                continue;
+            };
+            let bundle = Bundle::from_vec(file)?;
+            bundle.verify()?;
+            let old: BTreeMap<_, _> =
+                bundle.kernels().iter().map(|k| (k.name.as_str(), k.source_sha256.as_str())).collect();
+            let names: std::collections::BTreeSet<_> = old.keys().chain(new.keys()).collect();
+            let differ = names.into_iter().filter(|n| old.get(*n) != new.get(*n));
+            out.extend(differ.map(|n| format!("{}: the sources of kernel '{n}' differ", name_of(&path))));
+        }
+    }
+    Ok(out)
+}
+
 /// Differences of some kernels from those in a committed bundle.
 fn compare_some(path: &Path, old: Option<&Bundle>, kernels: &[(KernelInfo, Vec<u8>)]) -> Result<Vec<String>> {
     let Some(old) = old else { return Ok(vec![format!("{} does not exist", path.display())]) };
@@ -553,4 +592,87 @@ fn resources(family: &Family, mut rows: Vec<(Arch, KernelInfo)>) -> String {
         out += &if tensor_memory { format!(" {} |\n", r.tensor_memory_columns) } else { "\n".to_owned() };
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use jfa_driver::bundle::Resources;
+
+    fn info(name: &str, key: &str) -> KernelInfo {
+        KernelInfo {
+            name: name.to_owned(),
+            entry: name.to_owned(),
+            tags: BTreeMap::new(),
+            constants: BTreeMap::new(),
+            parameters: Vec::new(),
+            threads: 128,
+            shared_static: 0,
+            shared_dynamic: 0,
+            cluster: [1, 1, 1],
+            cluster_compiled: false,
+            programmatic: false,
+            promises: Vec::new(),
+            resources: Resources::default(),
+            source_sha256: key.to_owned(),
+            image: ImageRange { offset: 0, bytes: 0, sha256: String::new() },
+        }
+    }
+
+    fn row(name: &str) -> Row {
+        Row {
+            name: name.to_owned(),
+            source: PathBuf::from("a.py"),
+            entry: name.to_owned(),
+            archs: vec![Arch::SM_90A],
+            defines: BTreeMap::new(),
+            options: BTreeMap::new(),
+            blocks: BTreeMap::new(),
+            tags: BTreeMap::new(),
+            parameters: Vec::new(),
+            promises: Vec::new(),
+            cluster: [1, 1, 1],
+            programmatic: false,
+            shared_dynamic: None,
+        }
+    }
+
+    #[test]
+    fn digests_of_all_kernels_are_compared() {
+        let folder = tempfile::tempdir().unwrap();
+        let family = Family {
+            owner: "owner".to_owned(),
+            folder: folder.path().to_owned(),
+            bundles: folder.path().to_owned(),
+            bundle: "b".to_owned(),
+            toolchain: "triton".to_owned(),
+            flags: Vec::new(),
+            rows: vec![row("one"), row("two")],
+        };
+        let job = |i: usize, key: &str| Job { row: &family.rows[i], arch: Arch::SM_90A, key: key.to_owned() };
+        let jobs = [job(0, "01"), job(1, "02")];
+        let missing = compare_digests(&family, &jobs).unwrap();
+        assert_eq!(missing.len(), 2, "{missing:?}");
+        let write = |keys: &[(&str, &str)]| {
+            for kind in [ImageKind::Cubin, ImageKind::Ptx] {
+                let kernels = keys.iter().map(|(name, key)| (info(name, key), vec![1])).collect();
+                let bytes = Bundle::write(kind, "owner", Arch::SM_90A, &[], kernels).unwrap();
+                std::fs::write(bundle_path(&family, Arch::SM_90A, kind), bytes).unwrap();
+            }
+        };
+        write(&[("one", "01"), ("two", "02")]);
+        assert!(compare_digests(&family, &jobs).unwrap().is_empty());
+        write(&[("one", "01"), ("two", "03"), ("three", "04")]);
+        let differ = compare_digests(&family, &jobs).unwrap();
+        let of = |name: &str| differ.iter().filter(|d| d.contains(&format!("'{name}'"))).count();
+        assert_eq!((of("one"), of("two"), of("three")), (0, 2, 2), "{differ:?}");
+    }
+
+    #[test]
+    fn one_in_n_is_drawn_by_the_digest() {
+        assert!(drawn("00000008ff", 4) && !drawn("00000009ff", 4));
+        assert!(drawn("anything", 4), "what cannot be drawn is compiled");
+        let all = (0..1000u32).filter(|i| drawn(&format!("{:08x}", i.wrapping_mul(2_654_435_761)), 4)).count();
+        assert!((200..300).contains(&all), "{all}");
+    }
 }
