@@ -8,6 +8,7 @@ at least 1/256 of its surplus (an error of 2^-16), or the tile is masked by sele
 
 import triton
 import triton.language as tl
+import triton.language.extra.tlx as tlx
 
 from common import LN_2, diagonal_shift, end_key, first_key, load_sequence, load_unit, split_scale
 
@@ -26,7 +27,7 @@ def weights_of(s, top, scale):
 def forward_g2(q, k, v, o, lse, header, sequences, forward_units,
                q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, lse_head,
                scale_log2, heads, group, packed_log2, left, right, bottom_right, q_rows, kv_rows, o_rows,
-               UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
+               UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, FENCE: tl.constexpr = False):
     item = tl.program_id(0)
     unit = item // heads
     if unit >= tl.load(header):
@@ -80,6 +81,8 @@ def forward_g2(q, k, v, o, lse, header, sequences, forward_units,
                 p, added, new_top, shrink, zero = weights_of(tl.where(j[None, :] < kv_len, s, float("-inf")), top, scale)
         total = total * shrink + added
         v_tile = tl.load(v_base + j.to(tl.int64)[:, None] * v_row + d[None, :], mask=exists, other=0.0)
+        if FENCE:
+            tlx.fence("async_shared")  # for the product's read of v; on Hopper the compiler leaves it out behind the branch above
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])
         top = new_top
 
