@@ -18,8 +18,8 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from backward_common import clamp_to
-from backward_roles import (BLOCK, BULK, FIELDS, HEAD, HI, LEAST, LO, MORE, MOST, RECORDS, REST, ROW, ROWS, STATE, VECTOR_ROW, dkdv_producer,
-                            dkdv_vectors, dq_producer, dq_vectors, field)
+from backward_roles import (BLOCK, BULK, FIELDS, HEAD, HI, LEAST, LO, MORE, MOST, RECORDS, REST, ROW, ROWS, STATE, VECTOR_ROW, cut_tiles,
+                            dkdv_producer, dkdv_vectors, dq_producer, dq_vectors, field, place_of)
 from common import BOUND
 
 TILE = tl.constexpr(128)  # streamed rows
@@ -163,9 +163,9 @@ def dq_weights(me: tl.constexpr, dq_map, partial, delta, delta_head, scale, scal
         lse_rows = tlx.local_load(lse_tiles[record % 2])
         tlx.barrier_arrive(vector_empty[record % 2])
         tlx.barrier_wait(a_full[slot], record // SLOTS & 1)
-        for key in tl.range(lo, hi, TILE):
-            dq_weigh(me, place, key, s_parts, dp_parts, ds_tiles, s_full, dp_full, ds_full, lse_rows, delta_rows, scale_log2, least, most,
-                     (key < bulk) | (key >= rest), dtype)
+        for index in tl.range(0, tl.cdiv(hi - lo, TILE)):
+            dq_weigh(me, place, place_of(index, lo, bulk, rest, hi, TILE), s_parts, dp_parts, ds_tiles, s_full, dp_full, ds_full, lse_rows,
+                     delta_rows, scale_log2, least, most, index < cut_tiles(lo, bulk, rest, hi, TILE), dtype)
             place += 1
         if BROADCAST:
             tlx.barrier_arrive(resident_empty[slot])
@@ -277,10 +277,10 @@ def backward_dq_tlx(q_map, k_map, v_map, o_map, d_o_map, dq_map, lse, delta, hea
 
 
 @triton.jit
-def backward_dq_broadcast_tlx(q_map, k_map, v_map, o_map, d_o_map, partial, lse, delta, header, sequences, backward_units, lse_head, delta_head,
+def backward_dq_broadcast_tlx(q_map, k_map, v_map, o_map, d_o_map, partial, lse, delta, sequences, lse_head, delta_head,
                               scale, scale_log2, heads_q, group, left, right, bottom_right, o_rows, kv_rows, batch, broadcast, slices,
                               HEAD_DIM: tl.constexpr):
-    dq_pass(q_map, k_map, v_map, o_map, d_o_map, q_map, partial, lse, delta, header, sequences, backward_units, sequences, lse_head, delta_head,
+    dq_pass(q_map, k_map, v_map, o_map, d_o_map, q_map, partial, lse, delta, sequences, sequences, sequences, sequences, lse_head, delta_head,
             scale, scale_log2, heads_q, group, left, right, bottom_right, o_rows, kv_rows, batch, broadcast, slices, 128, HEAD_DIM, False, True)
 
 
@@ -357,7 +357,7 @@ def select(me: tl.constexpr, row, cells, record, x):
 
 
 @triton.jit
-def dkdv_weigh(me: tl.constexpr, place, row, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
+def dkdv_weigh(me: tl.constexpr, place, index, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
                vector_full, vector_empty, cells, record, scale_log2, dtype: tl.constexpr, STAGES: tl.constexpr):
     stage = place % STAGES
     tlx.barrier_wait(vector_full[stage], place // STAGES & 1)
@@ -365,7 +365,12 @@ def dkdv_weigh(me: tl.constexpr, place, row, s_parts, p_tiles, dp_parts, ds_tile
     lse_rows = tlx.local_load(tlx.local_slice(lse_tiles[stage], [me * PART], [PART]))
     s = tlx.local_load(s_parts[me])
     p = tl.math.exp2(tl.minimum(s * scale_log2 - lse_rows[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
-    cut = (row < field(cells, record, BULK)) | (row >= field(cells, record, REST))
+    lo = field(cells, record, LO)
+    bulk = field(cells, record, BULK)
+    rest = field(cells, record, REST)
+    hi = field(cells, record, HI)
+    cut = index < cut_tiles(lo, bulk, rest, hi, TILE)
+    row = place_of(index, lo, bulk, rest, hi, TILE)
     if cut:
         p = select(me, row, cells, record, p)
     tlx.local_store(p_tiles[2 * me], p.to(dtype))
@@ -397,8 +402,8 @@ def dkdv_weights(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, ite
         begin = place
         more = state + 0
         while more >= 0:
-            for row in tl.range(field(cells, record, LO), field(cells, record, HI), TILE):
-                dkdv_weigh(me, place, row, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
+            for index in tl.range(0, tl.cdiv(field(cells, record, HI) - field(cells, record, LO), TILE)):
+                dkdv_weigh(me, place, index, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
                            vector_full, vector_empty, cells, record, scale_log2, dtype, STAGES)
                 place += 1
             # The record is kept to the end of its last segment: the results are stored by it.
@@ -489,9 +494,9 @@ def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, 
                        SLOTS, STAGES, HEAD_DIM)
         with tlx.async_task(num_warps=1, registers=88):
             dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_units, counter, kv_table, heads_kv, group, left, right,
-                          bottom_right, o_rows, kv_rows, batch, kv_batch, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
+                          bottom_right, o_rows, kv_rows, batch, kv_batch, 0, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
                           resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS, SLOTS, STAGES, TILE, HEAD_DIM, PERSISTENT,
-                          INDEXED)
+                          INDEXED, False)
         with tlx.async_task(num_warps=1, registers=88):
             dkdv_vectors(lse, lse_head, delta, delta_head, cells, item_full, item_empty, lse_tiles, delta_tiles, vector_full, vector_empty,
                          STAGES, TILE)
@@ -507,9 +512,9 @@ def backward_dkdv_tlx(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, 
 
 
 @triton.jit
-def backward_dkdv_index_tlx(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter, kv_table,
+def backward_dkdv_index_tlx(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, sequences, counter, kv_table,
                             lse_head, delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch,
                             kv_batch, KEY_ROWS: tl.constexpr, Q_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, PERSISTENT: tl.constexpr):
-    dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter + 1, kv_table, lse_head,
+    dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, sequences, sequences, sequences, counter + 1, kv_table, lse_head,
               delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch, kv_batch, KEY_ROWS, HEAD_DIM,
               PERSISTENT, True)

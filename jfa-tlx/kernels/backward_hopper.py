@@ -20,8 +20,8 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from backward_common import clamp_to
-from backward_roles import (BULK, FIELDS, HEAD, HI, LEAST, LO, MORE, MOST, RECORDS, REST, ROW, ROWS, STATE, VECTOR_ROW, dkdv_producer,
-                            dkdv_vectors, dq_producer, dq_vectors, field, release)
+from backward_roles import (BULK, FIELDS, HEAD, HI, LEAST, LO, MORE, MOST, RECORDS, REST, ROW, ROWS, STATE, VECTOR_ROW, cut_tiles,
+                            dkdv_producer, dkdv_vectors, dq_producer, dq_vectors, field, place_of, release)
 from common import BOUND
 
 HALF = tl.constexpr(64)  # resident rows of a consumer
@@ -43,7 +43,7 @@ def anew(x):
 
 @triton.jit
 def dq_step(acc, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, place, lse_rows, delta_rows, scale_log2, least, most, key,
-            me: tl.constexpr, dtype: tl.constexpr, STAGES: tl.constexpr, CUT: tl.constexpr):
+            above, dtype: tl.constexpr, STAGES: tl.constexpr, CUT: tl.constexpr):
     stage = place % STAGES
     phase = place // STAGES & 1
     # All waits before the products: a loop between them would make the assembler finish one before the next.
@@ -57,10 +57,11 @@ def dq_step(acc, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_
     dp = tlx.async_dot_wait(0, dp)
     ds = p * (dp - delta_rows[:, None])
     if CUT:
-        j_i = tl.arange(0, TILE)[None, :] - me * HALF - tl.arange(0, HALF)[:, None]
-        a = clamp_to(least.to(tl.int64) - key, -1024, 1024)
-        b = clamp_to(most.to(tl.int64) - key, -1024, 1024)
-        ds = tl.where((j_i >= a) & (j_i <= b), ds, 0.0)
+        jj = tl.arange(0, TILE)[None, :] + uniform(key * 0)
+        ii = above + tl.arange(0, HALF)[:, None]
+        first = ii + clamp_to(least.to(tl.int64) - key, -1024, 1024)
+        last = ii + clamp_to(most.to(tl.int64) - key, -1024, 1024)
+        ds = tl.where((jj >= first) & (jj <= last), ds, 0.0)
     acc = tlx.async_dot(ds.to(dtype), x_tiles[stage], acc)
     acc = tlx.async_dot_wait(0, acc)
     release(ring_empty[stage])
@@ -128,17 +129,14 @@ def dq_consumer(me: tl.constexpr, dq_map, partial, delta, delta_head, scale, sca
                 acc = total
             else:
                 acc = tl.zeros((HALF, HEAD_DIM), tl.float32)
-            for key in tl.range(lo, bulk, TILE):
+            cut = cut_tiles(lo, bulk, rest, hi, TILE)
+            for index in tl.range(0, cut):
                 acc = dq_step(acc, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, place, lse_rows, delta_rows,
-                              scale_log2, least, most, key, me, dtype, STAGES, True)
+                              scale_log2, least, most, place_of(index, lo, bulk, rest, hi, TILE), me * HALF, dtype, STAGES, True)
                 place += 1
-            for key in tl.range(bulk, rest, TILE):
+            for index in tl.range(cut, tl.cdiv(hi - lo, TILE)):
                 acc = dq_step(acc, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, place, lse_rows, delta_rows,
-                              scale_log2, least, most, key, me, dtype, STAGES, False)
-                place += 1
-            for key in tl.range(rest, hi, TILE):
-                acc = dq_step(acc, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, place, lse_rows, delta_rows,
-                              scale_log2, least, most, key, me, dtype, STAGES, True)
+                              scale_log2, least, most, 0, me * HALF, dtype, STAGES, False)
                 place += 1
             if BROADCAST:
                 total = acc
@@ -222,36 +220,39 @@ def backward_dq_tlx(q_map, k_map, v_map, o_map, d_o_map, dq_map, lse, delta, hea
 
 
 @triton.jit
-def backward_dq_broadcast_tlx(q_map, k_map, v_map, o_map, d_o_map, partial, lse, delta, header, sequences, backward_units, lse_head, delta_head,
+def backward_dq_broadcast_tlx(q_map, k_map, v_map, o_map, d_o_map, partial, lse, delta, sequences, lse_head, delta_head,
                               scale, scale_log2, heads_q, group, left, right, bottom_right, o_rows, kv_rows, batch, broadcast, slices,
                               HEAD_DIM: tl.constexpr, STAGES: tl.constexpr):
-    dq_pass(q_map, k_map, v_map, o_map, d_o_map, q_map, partial, lse, delta, header, sequences, backward_units, sequences, lse_head, delta_head,
+    dq_pass(q_map, k_map, v_map, o_map, d_o_map, q_map, partial, lse, delta, sequences, sequences, sequences, sequences, lse_head, delta_head,
             scale, scale_log2, heads_q, group, left, right, bottom_right, o_rows, kv_rows, batch, broadcast, slices, 128, HEAD_DIM, STAGES,
             False, True)
 
 
 @triton.jit
-def dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full, place, scale_log2,
-              cells, record, row, me: tl.constexpr, dtype: tl.constexpr, STAGES: tl.constexpr, CUT: tl.constexpr):
+def dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full,
+              vector_empty, place, vector, scale_log2,
+              cells, record, row, above, dtype: tl.constexpr, STAGES: tl.constexpr, VECTORS: tl.constexpr, CUT: tl.constexpr):
     stage = place % STAGES
     phase = place // STAGES & 1
     # All waits before the products: a loop between them would make the assembler finish one before the next.
     tlx.barrier_wait(x_full[stage], phase)
     tlx.barrier_wait(y_full[stage], phase)
-    tlx.barrier_wait(vector_full[stage], phase)
+    slot = vector % VECTORS
+    tlx.barrier_wait(vector_full[slot], vector // VECTORS & 1)
     mine = uniform(mine)
     s = tlx.async_dot(a_tiles[mine], tlx.local_trans(x_tiles[stage]))
     dp = tlx.async_dot(b_tiles[mine], tlx.local_trans(y_tiles[stage]))
     s = tlx.async_dot_wait(1, s)
-    p = tl.math.exp2(tl.minimum(s * scale_log2 - tlx.local_load(lse_tiles[stage])[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    p = tl.math.exp2(tl.minimum(s * scale_log2 - tlx.local_load(lse_tiles[slot])[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     if CUT:
-        jj = me * HALF + tl.arange(0, HALF)[:, None]
+        jj = above + tl.arange(0, HALF)[:, None]
         ii = anew(tl.arange(0, TILE))[None, :]
         first = jj - clamp_to(field(cells, record, MOST).to(tl.int64) + row, -1024, 1024)
         last = jj - clamp_to(field(cells, record, LEAST).to(tl.int64) + row, -1024, 1024)
         p = tl.where((ii >= first) & (ii <= last), p, 0.0)
     dp = tlx.async_dot_wait(0, dp)
-    ds = p * (dp - tlx.local_load(delta_tiles[stage])[None, :])
+    ds = p * (dp - tlx.local_load(delta_tiles[slot])[None, :])
+    release(vector_empty[slot])
     if CUT:  # where p is 0 the other factor need not be finite
         ds = tl.where((ii >= first) & (ii <= last), ds, 0.0)
     dv = tlx.async_dot(p.to(dtype), y_tiles[stage], dv)
@@ -264,7 +265,7 @@ def dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, 
 
 @triton.jit
 def dkdv_consumer(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
-                  resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full,
+                  resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full, vector_empty,
                   STAGES: tl.constexpr, HEAD_DIM: tl.constexpr):
     dtype: tl.constexpr = tlx.dtype_of(dk_map)
     record = 0
@@ -285,18 +286,18 @@ def dkdv_consumer(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, it
             lo = field(cells, record, LO)
             if rows > 0:
                 bulk = field(cells, record, BULK)
-                for row in tl.range(lo, bulk, TILE):
-                    dk, dv = dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles,
-                                       vector_full, place, scale_log2, cells, record, row, me, dtype, STAGES, True)
-                    place += 1
                 rest = field(cells, record, REST)
-                for row in tl.range(bulk, rest, TILE):
+                hi = field(cells, record, HI)
+                cut = cut_tiles(lo, bulk, rest, hi, TILE)
+                for index in tl.range(0, cut):
                     dk, dv = dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles,
-                                       vector_full, place, scale_log2, cells, record, row, me, dtype, STAGES, False)
+                                       vector_full, vector_empty, place, place, scale_log2, cells, record,
+                                       place_of(index, lo, bulk, rest, hi, TILE), me * HALF, dtype, STAGES, STAGES, True)
                     place += 1
-                for row in tl.range(rest, field(cells, record, HI), TILE):
+                for index in tl.range(cut, tl.cdiv(hi - lo, TILE)):
                     dk, dv = dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles,
-                                       vector_full, place, scale_log2, cells, record, row, me, dtype, STAGES, True)
+                                       vector_full, vector_empty, place, place, scale_log2, cells, record, 0, me * HALF, dtype, STAGES, STAGES,
+                                       False)
                     place += 1
             else:
                 end = place + tl.cdiv(field(cells, record, HI) - lo, TILE)
@@ -305,6 +306,7 @@ def dkdv_consumer(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, it
                     tlx.barrier_wait(y_full[at % STAGES], at // STAGES & 1)
                     tlx.barrier_wait(vector_full[at % STAGES], at // STAGES & 1)
                     release(ring_empty[at % STAGES])
+                    release(vector_empty[at % STAGES])
                 place = end
             # The record is kept to the end of its last segment: what it holds need not be in registers.
             more = -1 + (field(cells, record, STATE) & MORE)
@@ -335,7 +337,8 @@ def dkdv_consumer(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, it
 @triton.jit
 def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter, kv_table, lse_head,
               delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch, kv_batch,
-              KEY_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, INDEXED: tl.constexpr):
+              broadcast, KEY_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, INDEXED: tl.constexpr,
+              FUSED: tl.constexpr):
     dtype: tl.constexpr = tlx.dtype_of(q_map)
     a_tiles = tlx.local_alloc((HALF, HEAD_DIM), dtype, 4)
     b_tiles = tlx.local_alloc((HALF, HEAD_DIM), dtype, 4)
@@ -352,37 +355,41 @@ def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, 
     x_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
     y_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
     vector_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
+    vector_empty = tlx.alloc_warp_barrier(num_barriers=STAGES, num_warps=4, num_arrivals=2)
     ring_empty = tlx.alloc_warp_barrier(num_barriers=STAGES, num_warps=4, num_arrivals=2)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             dkdv_consumer(0, dk_map, dv_map, scale, scale_log2, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
-                          resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full, STAGES, HEAD_DIM)
+                          resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full, vector_empty, STAGES,
+                          HEAD_DIM)
         with tlx.async_task(num_warps=4, registers=232):
             dkdv_consumer(1, dk_map, dv_map, scale, scale_log2, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
-                          resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full, STAGES, HEAD_DIM)
+                          resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full, vector_empty, STAGES,
+                          HEAD_DIM)
         with tlx.async_task(num_warps=1, registers=40):
             dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_units, counter, kv_table, heads_kv, group, left, right,
-                          bottom_right, o_rows, kv_rows, batch, kv_batch, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
-                          resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS, 2, STAGES, TILE, HEAD_DIM, PERSISTENT,
-                          INDEXED)
+                          bottom_right, o_rows, kv_rows, batch, kv_batch, broadcast, cells, item_full, item_empty, a_tiles, b_tiles, a_full,
+                          b_full, resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS, 2, STAGES, TILE, HEAD_DIM,
+                          PERSISTENT, INDEXED, FUSED)
         with tlx.async_task(num_warps=1, registers=40):
-            dkdv_vectors(lse, lse_head, delta, delta_head, cells, item_full, item_empty, lse_tiles, delta_tiles, vector_full, ring_empty, STAGES, TILE)
+            dkdv_vectors(lse, lse_head, delta, delta_head, cells, item_full, item_empty, lse_tiles, delta_tiles, vector_full, vector_empty, STAGES, TILE)
 
 
 @triton.jit
 def backward_dkdv_tlx(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter, lse_head, delta_head,
-                      scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows,
-                      KEY_ROWS: tl.constexpr, Q_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr):
+                      scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, broadcast,
+                      KEY_ROWS: tl.constexpr, Q_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
+                      FUSED: tl.constexpr):
     dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter + 1, sequences, lse_head,
-              delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, 0, 0, KEY_ROWS, HEAD_DIM, STAGES,
-              PERSISTENT, False)
+              delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, 0, 0, broadcast, KEY_ROWS, HEAD_DIM,
+              STAGES, PERSISTENT, False, FUSED)
 
 
 @triton.jit
-def backward_dkdv_index_tlx(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter, kv_table,
+def backward_dkdv_index_tlx(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, sequences, counter, kv_table,
                             lse_head, delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch,
                             kv_batch, KEY_ROWS: tl.constexpr, Q_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
                             PERSISTENT: tl.constexpr):
-    dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter + 1, kv_table, lse_head,
-              delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch, kv_batch, KEY_ROWS, HEAD_DIM,
-              STAGES, PERSISTENT, True)
+    dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, sequences, sequences, sequences, counter + 1, kv_table, lse_head,
+              delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch, kv_batch, 0, KEY_ROWS,
+              HEAD_DIM, STAGES, PERSISTENT, True, False)

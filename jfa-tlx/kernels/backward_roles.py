@@ -20,7 +20,7 @@ from backward_common import clamp_to, diagonal, key_range, place_in_table, row_r
 from common import BOUND, LOG2_E
 
 # Fields of a record.
-STATE = tl.constexpr(0)      # WORK bits; -1: no more work
+STATE = tl.constexpr(0)      # bits MORE, KEYS; -1: no more work
 HEAD = tl.constexpr(1)       # of the resident block
 ROW = tl.constexpr(2)        # its first row in its tensor
 ROWS = tl.constexpr(3)       # its rows, at least 1
@@ -36,6 +36,7 @@ VECTOR_END = tl.constexpr(12)   # rows from there that exist
 FIELDS = tl.constexpr(13)
 
 MORE = tl.constexpr(1)
+KEYS = tl.constexpr(2)       # where both passes are in one kernel: a segment of the dk/dv pass
 RECORDS = tl.constexpr(4)
 BLOCK = tl.constexpr(128)    # resident rows
 MAX = tl.constexpr(2147483647)
@@ -117,10 +118,24 @@ def load_streamed(x_map, y_map, x_tiles, y_tiles, x_full, y_full, ring_empty, pl
 
 
 @triton.jit
+def cut_tiles(lo, bulk, rest, hi, TILE: tl.constexpr):
+    """How many of a segment's tiles a diagonal cuts. They are walked first: those before BULK, those from REST on, then the others."""
+    return tl.cdiv(bulk - lo, TILE) + tl.cdiv(hi - rest, TILE)
+
+
+@triton.jit
+def place_of(index, lo, bulk, rest, hi, TILE: tl.constexpr):
+    """First row of the segment's tile that is walked as number `index`."""
+    before = tl.cdiv(bulk - lo, TILE)
+    cut = cut_tiles(lo, bulk, rest, hi, TILE)
+    return tl.where(index < before, lo + index * TILE, tl.where(index < cut, rest + (index - before) * TILE, bulk + (index - cut) * TILE))
+
+
+@triton.jit
 def draw(counter, items, drawn, PERSISTENT: tl.constexpr):
     """Next item, -1 after the last one."""
     if PERSISTENT:
-        item = tl.atomic_add(counter, 1)
+        item = tl.atomic_add(counter, 1, sem="relaxed")
     else:
         item = tl.where(drawn == 0, tl.program_id(0), items)
     return tl.where(item < items, item, -1)
@@ -135,7 +150,7 @@ def kept(x):
 # ------------------------------------------------------------------------------------------------------------------- dq pass
 @triton.jit
 def dq_segment(q_map, k_map, v_map, o_map, d_o_map, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, resident_empty,
-               x_tiles, y_tiles, x_full, y_full, ring_empty, o_tiles, o_full, o_empty, record, place, state, head, group, row, q0, o0, q_len, k0, kv_len, q_end, kv_end,
+               x_tiles, y_tiles, x_full, y_full, ring_empty, o_tiles, o_full, o_empty, record, resident, place, state, head, group, row, q0, o0, q_len, k0, kv_len, q_end, kv_end,
                left, right, bottom_right, SLOTS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
                O_APART: tl.constexpr):
     shift = diagonal(bottom_right, q_len, kv_len)
@@ -146,9 +161,9 @@ def dq_segment(q_map, k_map, v_map, o_map, d_o_map, cells, item_full, item_empty
     most = tl.where(right < 0, MAX, kept(row + shift + right))
     rows = tl.minimum(BLOCK, q_end - row)
     publish(cells, item_full, item_empty, record, state, head, q0 + row, rows, lo, bulk, rest, hi, least, most, head, o0 + row, rows)
-    load_resident(q_map, d_o_map, a_tiles, b_tiles, a_full, b_full, resident_empty, record, head, q0 + row, o0 + row, rows, SLOTS, TILE, HEAD_DIM)
+    load_resident(q_map, d_o_map, a_tiles, b_tiles, a_full, b_full, resident_empty, resident, head, q0 + row, o0 + row, rows, SLOTS, TILE, HEAD_DIM)
     if O_APART:
-        tlx.barrier_wait(o_empty[0], (record & 1) ^ 1)
+        tlx.barrier_wait(o_empty[0], (resident & 1) ^ 1)
         load_tile(o_map, o_tiles[0], o_full[0], head, o0 + row, rows, TILE, HEAD_DIM)
     else:
         stage = place % STAGES
@@ -156,7 +171,8 @@ def dq_segment(q_map, k_map, v_map, o_map, d_o_map, cells, item_full, item_empty
         load_tile(o_map, x_tiles[stage], x_full[stage], head, o0 + row, rows, TILE, HEAD_DIM)
         load_tile(o_map, y_tiles[stage], y_full[stage], head, o0 + row + TILE, rows - TILE, TILE, HEAD_DIM)
         place += 1
-    for key in range(lo, hi, TILE):
+    for index in range(0, tl.cdiv(hi - lo, TILE)):
+        key = place_of(index, lo, bulk, rest, hi, TILE)
         load_streamed(k_map, v_map, x_tiles, y_tiles, x_full, y_full, ring_empty, place, head // group, k0 + key, k0 + key, kv_end - key,
                       STAGES, TILE, HEAD_DIM)
         place += 1
@@ -180,7 +196,8 @@ def dq_producer(q_map, k_map, v_map, o_map, d_o_map, header, sequences, backward
             q0, o0, q_len, k0, kv_len, q_end, kv_end = sequence_fields(sequences, index, o_rows, kv_rows)
             if q_end > row:
                 place = dq_segment(q_map, k_map, v_map, o_map, d_o_map, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
-                                   resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, o_tiles, o_full, o_empty, record, place, MORE, head, group, row, q0, o0,
+                                   resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, o_tiles, o_full, o_empty, record, record, place, MORE, head,
+                                   group, row, q0, o0,
                                    q_len, k0, kv_len, q_end, kv_end, left, right, bottom_right, SLOTS, STAGES, TILE,
                                    HEAD_DIM, O_APART)
                 record += 1
@@ -199,7 +216,8 @@ def dq_producer(q_map, k_map, v_map, o_map, d_o_map, header, sequences, backward
             step = tl.where(first_key < 0, 1, tl.maximum(1, tl.cdiv(kv_len, KEY_ROWS)))
             for row in range(block * BLOCK, q_end, step * BLOCK):
                 place = dq_segment(q_map, k_map, v_map, o_map, d_o_map, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
-                                   resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, o_tiles, o_full, o_empty, record, place, 0, head, group, row, q0, o0,
+                                   resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, o_tiles, o_full, o_empty, record, record, place, 0, head,
+                                   group, row, q0, o0,
                                    q_len, k0, kv_len, q_end, kv_end, left, right, bottom_right, SLOTS, STAGES, TILE,
                                    HEAD_DIM, O_APART)
                 record += 1
@@ -234,7 +252,7 @@ def dq_vectors(lse, lse_head, cells, item_full, item_empty, lse_tiles, vector_fu
 # ------------------------------------------------------------------------------------------------------------------- dk/dv pass
 @triton.jit
 def dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, record, place, more, kv_head,
-                  group, key, k0, kv_len, keys, q0, o0, q_len, q_end, left, right, bottom_right, STAGES: tl.constexpr, TILE: tl.constexpr,
+                  group, key, k0, kv_len, keys, q0, o0, q_len, q_end, left, right, bottom_right, kind, STAGES: tl.constexpr, TILE: tl.constexpr,
                   HEAD_DIM: tl.constexpr):
     """One sequence: a segment for every head of the group. `more`: other sequences follow."""
     shift = diagonal(bottom_right, q_len, kv_len)
@@ -245,10 +263,11 @@ def dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles
     most = tl.where(right < 0, MAX, kept(shift - key + right))
     for member in range(group):
         head = kv_head * group + member
-        state = tl.where((member + 1 < group) | (more != 0), MORE, 0)
+        state = kind + tl.where((member + 1 < group) | (more != 0), MORE, 0)
         publish(cells, item_full, item_empty, record, state, kv_head, k0 + key, keys, lo, bulk, rest, hi, least, most, head, o0, q_end)
         record += 1
-        for row in range(lo, hi, TILE):
+        for index in range(0, tl.cdiv(hi - lo, TILE)):
+            row = place_of(index, lo, bulk, rest, hi, TILE)
             load_streamed(q_map, d_o_map, x_tiles, y_tiles, x_full, y_full, ring_empty, place, head, q0 + row, o0 + row, q_end - row, STAGES,
                           TILE, HEAD_DIM)
             place += 1
@@ -257,16 +276,23 @@ def dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles
 
 @triton.jit
 def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_units, counter, kv_table, heads_kv, group, left, right,
-                  bottom_right, o_rows, kv_rows, batch, kv_batch, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
+                  bottom_right, o_rows, kv_rows, batch, kv_batch, broadcast, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
                   resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS: tl.constexpr, SLOTS: tl.constexpr,
-                  STAGES: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, PERSISTENT: tl.constexpr, INDEXED: tl.constexpr):
+                  STAGES: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, PERSISTENT: tl.constexpr, INDEXED: tl.constexpr,
+                  FUSED: tl.constexpr):
+    """FUSED: of jagged queries, sequences that are one unit have been done with their dq (backward_fused.py, which counted the others in
+    counter[1], the place after this kernel's own)."""
     record = 0
     place = 0
     resident = 0
     if INDEXED:
         items = (kv_rows // KEY_ROWS + kv_batch) * heads_kv
     else:
-        items = tl.load(header + 1) * heads_kv
+        units = tl.load(header + 1)
+        if FUSED:
+            if broadcast == 0:
+                units = tl.load(counter + 1)
+        items = units * heads_kv
     item = draw(counter, items, 0, PERSISTENT)
     while item >= 0:
         kv_head = item % heads_kv
@@ -294,7 +320,7 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
                         index += 1
                     record, place = dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles, x_full, y_full, ring_empty,
                                                   record, place, (index < last).to(tl.int32), kv_head, group, key, k0, kv_len, keys, q0, o0,
-                                                  q_len, q_end, left, right, bottom_right, STAGES, TILE, HEAD_DIM)
+                                                  q_len, q_end, left, right, bottom_right, 0, STAGES, TILE, HEAD_DIM)
         else:
             unit = item // heads_kv
             index = tl.load(backward_units + unit * 2)
@@ -302,6 +328,8 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
             q0, o0, q_len, k0, kv_len, q_end, kv_end = sequence_fields(sequences, index, o_rows, kv_rows)
             following = draw(counter, items, 1, PERSISTENT)
             end = tl.where(first_key < 0, kv_end, tl.minimum(kv_end, first_key + KEY_ROWS))
+            if FUSED:
+                end = tl.where((first_key < 0) & (broadcast == 0), 0, end)
             for key in range(tl.maximum(first_key, 0), end, BLOCK):
                 keys = tl.minimum(BLOCK, kv_end - key)
                 load_resident(k_map, v_map, a_tiles, b_tiles, a_full, b_full, resident_empty, resident, kv_head, k0 + key, k0 + key, keys,
@@ -309,7 +337,7 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
                 resident += 1
                 record, place = dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles, x_full, y_full, ring_empty,
                                               record, place, 0, kv_head, group, key, k0, kv_len, keys, q0, o0, q_len, q_end, left, right,
-                                              bottom_right, STAGES, TILE, HEAD_DIM)
+                                              bottom_right, 0, STAGES, TILE, HEAD_DIM)
         item = following
     finish(cells, item_full, item_empty, record)
 
@@ -335,12 +363,14 @@ def dkdv_vectors(lse, lse_head, delta, delta_head, cells, item_full, item_empty,
         first = field(cells, record, VECTOR_ROW)
         end = field(cells, record, VECTOR_END)
         lo = field(cells, record, LO)
+        bulk = field(cells, record, BULK)
+        rest = field(cells, record, REST)
         hi = field(cells, record, HI)
         tlx.barrier_arrive(item_empty[record % RECORDS])
         lse_base = lse + head * lse_head + first
         delta_base = delta + head * delta_head + first
-        for row in range(lo, hi, TILE):
-            i = row + tl.arange(0, TILE)
+        for index in range(0, tl.cdiv(hi - lo, TILE)):
+            i = place_of(index, lo, bulk, rest, hi, TILE) + tl.arange(0, TILE)
             x = tl.load(lse_base + i, mask=i < end, other=float("inf")) * LOG2_E
             y = tl.load(delta_base + i, mask=i < end, other=0.0)
             stage = place % STAGES
