@@ -1,6 +1,6 @@
 """The split backward (kv_index, wide heads) on a GPU, straight through the driver API: backward_device.py's counterpart for it.
 
-    python3 split_device.py CUBIN_DIR [check] [repeat] [time] [index] [--cases a,b] [--shapes a,b]
+    python3 split_device.py CUBIN_DIR [check] [repeat] [time] [bench] [index] [--cases a,b] [--shapes a,b]
 
 Needs schedule.cubin, backward_index.cubin, backward_{dq,dkdv,dq_sum}_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
 CUBIN_DIR. Outputs, workspace and rows between sequences are NaN before every case. A launch without an end within 20 s is reported as
@@ -9,6 +9,7 @@ HANG and ends the program.
     check    gradients against float64 on ugly lengths
     repeat   200 runs, bit by bit
     time     milliseconds against the floor (FLOPs x 2.5 / 680 TFLOP/s, bytes / 4.27 TB/s), and the parts of it
+    bench    the same for the shapes of device.py, for which the backward in one kernel is there
     index    microseconds of the index kernel, sorted and unsorted
 """
 import argparse
@@ -215,7 +216,8 @@ def shapes():
     yield "64-full-1024", lambda: Problem([1024] * 288, [1024] * 288, 4, dim=64)
 
 
-def time_shapes(directory, names):
+def time_shapes(directory, names, shapes=shapes):
+    ratios = []
     for name, make in shapes():
         if names and not any(name.startswith(n) for n in names):
             continue
@@ -236,10 +238,13 @@ def time_shapes(directory, names):
         rows = p.rows_o * p.heads
         size = 2 * (2 * (p.dim + p.dim_v) * rows + 2 * (p.k.numel() + p.v.numel())) + 8 * rows
         floor = max(flops / 680e12, size / 4.27e12) * 1e3
+        ratios.append(ms / floor)
         print(f"  {name:18s} {ms:8.3f} ms (dq {dq:7.3f}, dkdv {dkdv:7.3f})  {flops / ms / 1e9:6.1f} T  floor {floor:7.3f}  x {ms / floor:5.2f}  index {index:5.1f} us"
               + (f"  NOT FINITE {odd}" if odd else ""), flush=True)
         del p, b, o, lse
         torch.cuda.empty_cache()
+    if ratios:
+        print(f"  geometric mean over floor, first 16: {math.exp(sum(map(math.log, ratios[:16])) / len(ratios[:16])):.3f}", flush=True)
     return 0
 
 
@@ -268,7 +273,8 @@ if __name__ == "__main__":
     split = lambda s: [x for x in s.split(",") if x]
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    run = {"check": (check, args.cases), "repeat": (repeat, ""), "time": (time_shapes, args.shapes), "index": (time_index, "")}
+    run = {"check": (check, args.cases), "repeat": (repeat, ""), "time": (time_shapes, args.shapes),
+           "bench": (lambda directory, names: time_shapes(directory, names, D.shapes), args.shapes), "index": (time_index, "")}
     status = 0
     for what in args.what or ["check", "repeat", "time", "index"]:
         function, names = run[what]
