@@ -107,11 +107,12 @@ def dq_consumer(me: tl.constexpr, dq_map, partial, delta, delta_head, scale, sca
         if rows > 0:
             # delta of these rows; their o stands where keys (first half) or values (second half) stand later.
             tlx.barrier_wait(b_full[mine], phase)
+            # Both, though one is read: a barrier that is not waited for in every use may be a step behind when it is.
+            tlx.barrier_wait(x_full[stage], place // STAGES & 1)
+            tlx.barrier_wait(y_full[stage], place // STAGES & 1)
             if me == 0:
-                tlx.barrier_wait(x_full[stage], place // STAGES & 1)
                 o_tile = tlx.local_load(x_tiles[stage])
             else:
-                tlx.barrier_wait(y_full[stage], place // STAGES & 1)
                 o_tile = tlx.local_load(y_tiles[stage])
             sums = tl.sum(o_tile.to(tl.float32) * tlx.local_load(b_tiles[mine]).to(tl.float32), 1)
             release(ring_empty[stage])
