@@ -239,3 +239,79 @@ fn packed_floats() {
         assert_eq!(*g, want, "{i}");
     }
 }
+
+#[test]
+fn mixed_precision_and_signed_loads_into_wide_registers() {
+    let text = ".version 8.8
+        .target sm_100a
+        .address_size 64
+        .visible .entry mixed(.param .u64 x, .param .u64 y) {
+        .reg .b64 r<4>; .reg .b32 a<2>; .reg .b16 h<3>; .reg .f32 f<3>;
+        ld.param.u64 r1, [x]; ld.param.u64 r2, [y];
+        ld.global.b16 h1, [r1]; ld.global.b16 h2, [r1+2]; ld.global.f32 f1, [r1+4];
+        fma.rn.f32.bf16 f2, h1, h2, f1; st.global.f32 [r2], f2;
+        add.f32.bf16 f2, h1, f1; st.global.f32 [r2+4], f2;
+        sub.rz.f32.f16 f2, h1, f1; st.global.f32 [r2+8], f2;
+        fma.rn.sat.f32.bf16 f2, h1, h2, 0f3F800000; st.global.f32 [r2+12], f2;
+        ld.global.s32 r3, [r1+8]; st.global.b64 [r2+16], r3;
+        ld.global.s8 r3, [r1+8]; st.global.b64 [r2+24], r3;
+        ld.global.s16 a1, [r1+8]; st.global.b32 [r2+32], a1;
+        ret; }";
+    let mut gpu = machine(0);
+    let p = gpu.load(&Module::parse(text).unwrap()).unwrap();
+    let input = gpu.alloc(12);
+    // bf16 3 (f16 2.125) and 2, f32 0.5, -2.
+    let bytes: Vec<u8> =
+        [0x4000_4040, 0.5f32.to_bits(), 0xffff_fffe].iter().flat_map(|w: &u32| w.to_le_bytes()).collect();
+    gpu.write(input, &bytes).unwrap();
+    let out = poisoned(&mut gpu, 40);
+    clean(&gpu.launch(&p, "mixed", shape([1, 1, 1], 1, 1, 0), &[input.into(), out.into()]).unwrap());
+    assert_eq!(floats(&gpu, out, 4), [6.5, 3.5, 1.625, 1.0]);
+    let minus_two = [0xffff_fffe, 0xffff_ffff];
+    assert_eq!(
+        words(&gpu, out, 9)[4..],
+        [minus_two, minus_two].concat().into_iter().chain([0xffff_fffe]).collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn values_nothing_wrote_are_followed_to_where_they_matter() {
+    // Lane 0's value was never written; it travels by shared memory, an exchange and a comparison.
+    let kernel = |end: &str| {
+        format!(
+            ".version 8.8
+            .target sm_100a
+            .address_size 64
+            .visible .entry k(.param .u64 x, .param .u64 y) {{
+            .reg .b64 r<4>; .reg .b32 a<9>; .reg .pred p, q;
+            .shared .align 4 .b8 buf[128];
+            ld.param.u64 r1, [x]; ld.param.u64 r2, [y];
+            mov.u32 a1, %tid.x; mul.wide.u32 r3, a1, 4; add.s64 r1, r1, r3; add.s64 r2, r2, r3;
+            shl.b32 a2, a1, 2; mov.u32 a3, buf; add.s32 a2, a2, a3;
+            ld.global.b32 a4, [r1];
+            st.shared.b32 [a2], a4; bar.warp.sync -1; ld.shared.b32 a4, [a2];
+            shfl.sync.bfly.b32 a5, a4, 1, 31, -1;
+            setp.gt.s32 p, a5, 7;
+            setp.ne.s32 q, a1, 1;
+            {end}
+            ret; }}"
+        )
+    };
+    let run = |end: &str| {
+        let mut gpu = machine(1);
+        let p = gpu.load(&Module::parse(&kernel(end)).unwrap()).unwrap();
+        let (input, out) = (gpu.alloc(128), poisoned(&mut gpu, 128));
+        gpu.write(input + 4, &[1; 124]).unwrap();
+        gpu.launch(&p, "k", shape([1, 1, 1], 32, 1, 0), &[input.into(), out.into()]).unwrap()
+    };
+    // A selection that leaves lane 1 (which got the value) out is fine; a branch or a store that depends on it is not.
+    clean(&run("selp.b32 a6, 3, 4, p; selp.b32 a6, a6, 5, q; st.global.b32 [r2], a6;"));
+    for end in [
+        "selp.b32 a6, 3, 4, p; st.global.b32 [r2], a6;",
+        "@p bra out; mov.b32 a6, 1; out: mov.b32 a7, 2; st.global.b32 [r2], a7;",
+        "st.global.b32 [r2], a5;",
+    ] {
+        let r = run(end);
+        assert!(r.findings.iter().any(|f| f.kind == Kind::Uninitialised && f.line > 0), "{end}: {:?}", r.findings);
+    }
+}
