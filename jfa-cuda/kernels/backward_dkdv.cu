@@ -278,6 +278,7 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
         ptx::wgmma_wait<0>();
         if (has_dv) ptx::wgmma_hold(dv);
         if (has_dk) ptx::wgmma_hold(dk);
+        __syncwarp();  // every lane has read the step and its statistics
         if (lane == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
         first = false;
     }
