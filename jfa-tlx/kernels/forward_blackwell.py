@@ -210,22 +210,19 @@ def issue(sequences, forward_units, heads, packed_log2, left, right, bottom_righ
 @triton.jit
 def weigh(c: tl.constexpr, j, done, tile, top, total, scale, first_visible, end_visible, factor, s_tiles, p_tiles, o_sums, factors, s_full,
           p_full, dtype: tl.constexpr, MASKED: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Weights of tile j of an item's block, by quarters of its columns: a row's 128 scores would not fit beside its weights."""
+    """Weights of tile j of an item's block, by quarters of its columns, so that no more than a quarter needs registers beside the scores."""
     PART: tl.constexpr = KV_TILE // 4
     tlx.barrier_wait(s_full[c], (done + j) & 1)
-    largest = top
-    for x in tl.static_range(2):
-        s = tlx.local_load(tlx.subslice(s_tiles[c], x * PART, PART))
-        if MASKED:
-            s = masked(s, 4 * tile + x, first_visible, end_visible, factor, PART)
-            tlx.local_store(tlx.subslice(s_tiles[c], x * PART, PART), s)
-        largest = tl.maximum(largest, tl.max(s, 1))
-    third = tlx.local_load(tlx.subslice(s_tiles[c], 2 * PART, PART))
-    fourth = tlx.local_load(tlx.subslice(s_tiles[c], 3 * PART, PART))
+    s0 = tlx.local_load(tlx.subslice(s_tiles[c], 0, PART))
+    s1 = tlx.local_load(tlx.subslice(s_tiles[c], PART, PART))
+    s2 = tlx.local_load(tlx.subslice(s_tiles[c], 2 * PART, PART))
+    s3 = tlx.local_load(tlx.subslice(s_tiles[c], 3 * PART, PART))
     if MASKED:
-        third = masked(third, 4 * tile + 2, first_visible, end_visible, factor, PART)
-        fourth = masked(fourth, 4 * tile + 3, first_visible, end_visible, factor, PART)
-    largest = tl.maximum(largest, tl.maximum(tl.max(third, 1), tl.max(fourth, 1)))
+        s0 = masked(s0, 4 * tile, first_visible, end_visible, factor, PART)
+        s1 = masked(s1, 4 * tile + 1, first_visible, end_visible, factor, PART)
+        s2 = masked(s2, 4 * tile + 2, first_visible, end_visible, factor, PART)
+        s3 = masked(s3, 4 * tile + 3, first_visible, end_visible, factor, PART)
+    largest = tl.maximum(tl.maximum(tl.maximum(tl.max(s0, 1), tl.max(s1, 1)), tl.maximum(tl.max(s2, 1), tl.max(s3, 1))), top)
     # The maximum moves only when it would be exceeded by more than 2^8. From -inf every finite value is a move.
     new_top = tl.where((largest - top) * scale > 8.0, largest, top)
     zero = tl.where(new_top == float("-inf"), 0.0, new_top * scale)  # a row that has seen no key must not give -inf - -inf
@@ -233,12 +230,9 @@ def weigh(c: tl.constexpr, j, done, tile, top, total, scale, first_visible, end_
     total = total * shrink
     # The weights take the place of the second half of the scores.
     for x in tl.static_range(4):
-        if x < 2:
-            s = third if x == 0 else fourth
-        else:
-            s = tlx.local_load(tlx.subslice(s_tiles[c], (x - 2) * PART, PART))
+        s = s0 if x == 0 else (s1 if x == 1 else (s2 if x == 2 else s3))
         p = tl.math.exp2(s * scale - zero[:, None])
-        tlx.local_store(tlx.subslice(p_tiles[2 * c + 1], (x + 2) % 4 * PART, PART), p.to(dtype))
+        tlx.local_store(tlx.subslice(p_tiles[2 * c + 1], x * PART, PART), p.to(dtype))
         total += tl.sum(p, 1)
     if j > 0:
         tlx.local_store(factors[c], shrink)
@@ -286,6 +280,11 @@ def soften(c: tl.constexpr, o_map, lse, lse_head, sequences, forward_units, scal
                 else:
                     top, total = weigh(c, j, done, tile, top, total, scale, first_visible, end_visible, factor, s_tiles, p_tiles, o_sums, factors,
                                        s_full, p_full, dtype, False, KV_TILE, HEAD_DIM)
+            # Once more, so that these numbers do not occupy registers beside the scores.
+            o0, q_len, kv_len, shift, unit_first, rows, tile0, tiles, both = open_item(item, sequences, forward_units, heads, packed_log2, left,
+                                                                                      right, bottom_right, BLOCK, KV_TILE)
+            mine, first, begin, count = open_block(c, lone, unit_first, both, rows, q_len, kv_len, left, right, shift, tile0, tiles, KV_TILE)
+            n_rows = tl.minimum(rows, q_len - first)
             # No maximum means no visible key: o is exactly 0 and lse -inf, whatever v holds.
             blind = (top == float("-inf")) & (total == total)
             inverse = 1.0 / tl.where(blind, 1.0, total)

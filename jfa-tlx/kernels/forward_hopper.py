@@ -2,8 +2,7 @@
 
   unit        128 query rows of one sequence and head in two blocks of 64, walked over tiles of KV_TILE keys
   roles       two consumer warpgroups, a block each; a warp that draws items and loads queries; a warp that loads keys and values
-  buffers     q: a ring of 2 Q_STAGES blocks; k and v: rings of K_STAGES and V_STAGES tiles; o goes out from
-              where its queries were
+  buffers     q: a ring of 2 Q_STAGES blocks; k and v: a ring of KV_STAGES tiles each; o: one block per consumer
   barriers    item_full/item_empty: items drawn; q_full/q_empty per consumer and stage; k_full/k_empty, v_full/v_empty per slot. The
               rings run on across items: the next one's loads, and the other consumer's products, overlap an epilogue
   odd blocks  a unit with one block gives it to the consumers in turn; the other one walks along the rings and is ahead
@@ -150,7 +149,7 @@ def produce_queries(q_map, header, sequences, forward_units, counter, heads, gro
 
 @triton.jit
 def produce_keys_and_values(k_map, v_map, cells, item_full, item_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                            KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, K_STAGES: tl.constexpr, V_STAGES: tl.constexpr, ITEMS: tl.constexpr):
+                            KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, KV_STAGES: tl.constexpr, ITEMS: tl.constexpr):
     use = 0
     base = 0
     tlx.barrier_wait(item_full[0], 0)
@@ -165,17 +164,17 @@ def produce_keys_and_values(k_map, v_map, cells, item_full, item_empty, k_tiles,
         # The last tile first: it is the one that the end of the sequence, or a diagonal, cuts. In the order k0 k1 v0 k2 v1 ... v(n-1).
         for j in tl.range(0, tl.where(tiles > 0, tiles + 1, 0)):
             if j < tiles:
-                slot = (base + j) % K_STAGES
+                slot = (base + j) % KV_STAGES
                 row = (last_tile - j) * KV_TILE
                 n = tl.minimum(KV_TILE, hi - row)
-                tlx.barrier_wait(k_empty[slot], ((base + j) // K_STAGES & 1) ^ 1)
+                tlx.barrier_wait(k_empty[slot], ((base + j) // KV_STAGES & 1) ^ 1)
                 tlx.barrier_expect_bytes(k_full[slot], 2 * KV_TILE * HEAD_DIM)
                 tlx.async_descriptor_load(k_map, k_tiles[slot], [BOUND, kv_head, kv0 + row + n, BOUND - n, 0], k_full[slot])
             if j > 0:
-                slot = (base + j - 1) % V_STAGES
+                slot = (base + j - 1) % KV_STAGES
                 row = (last_tile - j + 1) * KV_TILE
                 n = tl.minimum(KV_TILE, hi - row)
-                tlx.barrier_wait(v_empty[slot], ((base + j - 1) // V_STAGES & 1) ^ 1)
+                tlx.barrier_wait(v_empty[slot], ((base + j - 1) // KV_STAGES & 1) ^ 1)
                 tlx.barrier_expect_bytes(v_full[slot], 2 * KV_TILE * HEAD_DIM)
                 tlx.async_descriptor_load(v_map, v_tiles[slot], [BOUND, kv_head, kv0 + row + n, BOUND - n, 0], v_full[slot])
         base += tiles
@@ -185,13 +184,15 @@ def produce_keys_and_values(k_map, v_map, cells, item_full, item_empty, k_tiles,
 
 
 @triton.jit
-def walk(k_full, k_empty, v_full, v_empty, begin, end, K_STAGES: tl.constexpr, V_STAGES: tl.constexpr):
+def walk(k_full, k_empty, v_full, v_empty, begin, end, KV_STAGES: tl.constexpr):
     """Passes over tiles in which this consumer has nothing to do."""
     for place in tl.range(begin, end):
-        tlx.barrier_wait(k_full[place % K_STAGES], place // K_STAGES & 1)
-        release(k_empty[place % K_STAGES])
-        tlx.barrier_wait(v_full[place % V_STAGES], place // V_STAGES & 1)
-        release(v_empty[place % V_STAGES])
+        slot = place % KV_STAGES
+        phase = place // KV_STAGES & 1
+        tlx.barrier_wait(k_full[slot], phase)
+        release(k_empty[slot])
+        tlx.barrier_wait(v_full[slot], phase)
+        release(v_empty[slot])
 
 
 @triton.jit
@@ -226,14 +227,14 @@ def softmax(s, top, scale):
 
 @triton.jit
 def step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total, scale, tile, first_visible,
-         end_visible, factor, dtype: tl.constexpr, MASK: tl.constexpr, KV_TILE: tl.constexpr, K_STAGES: tl.constexpr, V_STAGES: tl.constexpr):
+         end_visible, factor, dtype: tl.constexpr, MASK: tl.constexpr, KV_TILE: tl.constexpr, KV_STAGES: tl.constexpr):
     """Scores and probabilities of the tile at `place` while the product of the one before with its values runs. (A branch between
     the two waits would make the assembler join them.)"""
-    slot = place % K_STAGES
-    tlx.barrier_wait(k_full[slot], place // K_STAGES & 1)
+    slot = place % KV_STAGES
+    tlx.barrier_wait(k_full[slot], place // KV_STAGES & 1)
     s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[slot]))
-    before = (place - 1) % V_STAGES
-    tlx.barrier_wait(v_full[before], (place - 1) // V_STAGES & 1)
+    before = (place - 1) % KV_STAGES
+    tlx.barrier_wait(v_full[before], (place - 1) // KV_STAGES & 1)
     acc = tlx.async_dot(weights, v_tiles[before], acc)
     s = tlx.async_dot_wait(1, s)
     release(k_empty[slot])
@@ -250,7 +251,7 @@ def step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc,
 
 
 @triton.jit
-def finish(acc, top, total, scale, o_head, o_row, n_rows, blind_rows, o_map, o_tile, lse, lse_head, o_rows, rows,
+def finish(acc, top, total, scale, me: tl.constexpr, o_head, o_row, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, rows,
            BLOCK: tl.constexpr, dtype: tl.constexpr):
     """Divides by the sum; stores o and lse."""
     # No maximum means no visible key: o is exactly 0 and lse -inf, whatever v holds.
@@ -258,9 +259,10 @@ def finish(acc, top, total, scale, o_head, o_row, n_rows, blind_rows, o_map, o_t
     acc = acc * (1.0 / tl.where(blind, 1.0, total))[:, None]
     if blind_rows:
         acc = tl.where(blind[:, None], 0.0, acc)
-    tlx.local_store(o_tile, acc.to(dtype))  # in place of the queries, which nobody reads any more
+    tlx.async_descriptor_store_wait(0)  # the store before has left its buffer
+    tlx.local_store(o_tiles[me], acc.to(dtype))
     tlx.fence("async_shared")
-    tlx.async_descriptor_store(o_map, o_tile, [BOUND, o_head, o_row + n_rows, BOUND - n_rows, 0])
+    tlx.async_descriptor_store(o_map, o_tiles[me], [BOUND, o_head, o_row + n_rows, BOUND - n_rows, 0])
     r = tl.arange(0, BLOCK)
     value = tl.where(blind, float("-inf"), (top * scale + tl.math.log2(total)) * LN_2)
     at = lse + (o_head + r // rows).to(tl.int64) * lse_head + (o_row + r % rows)
@@ -268,17 +270,9 @@ def finish(acc, top, total, scale, o_head, o_row, n_rows, blind_rows, o_map, o_t
 
 
 @triton.jit
-def flush(place, q_empty, PLACES: tl.constexpr):
-    """Gives back the place of the queries that an earlier block's o went out from."""
-    if place >= 0:
-        tlx.async_descriptor_store_wait(0)
-        release(q_empty[place % PLACES])
-
-
-@triton.jit
 def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, left, right, o_rows, cells, item_full, item_empty,
-            q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-            BLOCK: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, K_STAGES: tl.constexpr, V_STAGES: tl.constexpr,
+            q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, o_tiles,
+            BLOCK: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, KV_STAGES: tl.constexpr,
             ITEMS: tl.constexpr):
     dtype: tl.constexpr = tlx.dtype_of(o_map)
     TURNS: tl.constexpr = 16
@@ -287,7 +281,6 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
     r = tl.arange(0, BLOCK)
     use = 0
     base = 0
-    stored = -1
     tlx.barrier_wait(item_full[0], 0)
     tiles = get(cells[0])
     while tiles >= 0:
@@ -314,9 +307,6 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                 release(item_empty[use % ITEMS])
                 after = base + tiles
                 use += 1
-                if early == 0:
-                    flush(stored, q_empty, 2 * Q_STAGES)
-                    stored = -1
                 if n_rows > 0:
                     first_visible = first_key(x, left, 0)
                     end_visible = end_key(x, right, 0, kv_len)
@@ -327,11 +317,11 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                     acc = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
                     if early == 0:
                         tlx.barrier_wait(q_full[q_stage], q_place // (2 * Q_STAGES) & 1)
-                        walk(k_full, k_empty, v_full, v_empty, base, begin, K_STAGES, V_STAGES)
+                        walk(k_full, k_empty, v_full, v_empty, base, begin, KV_STAGES)
                     if end > begin:
                         if early == 0:
-                            slot = begin % K_STAGES
-                            tlx.barrier_wait(k_full[slot], begin // K_STAGES & 1)
+                            slot = begin % KV_STAGES
+                            tlx.barrier_wait(k_full[slot], begin // KV_STAGES & 1)
                             s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[slot]))
                             s = tlx.async_dot_wait(0, s)
                             release(k_empty[slot])
@@ -342,37 +332,37 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                         p, top, shrink = softmax(s, top, scale)
                         total = tl.sum(p, 1)
                         weights = p.to(dtype)
-                        flush(stored, q_empty, 2 * Q_STAGES)
                         for place in tl.range(begin + 1, whole):
                             acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
-                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "both", KV_TILE, K_STAGES, V_STAGES)
+                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "both", KV_TILE, KV_STAGES)
                         for place in tl.range(whole, whole_end):
                             acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
-                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "none", KV_TILE, K_STAGES, V_STAGES)
+                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "none", KV_TILE, KV_STAGES)
                         for place in tl.range(whole_end, end):
                             acc, weights, top, total = step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc, weights, top, total,
-                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "left", KV_TILE, K_STAGES, V_STAGES)
+                                                            scale, to_tile - place, first_visible, end_visible, factor, dtype, "left", KV_TILE, KV_STAGES)
+                        release(q_empty[q_stage])
                         tlx.barrier_wait(item_full[use % ITEMS], use // ITEMS & 1)
                         next_at = use % ITEMS * FIELDS
                         more = get(cells[next_at]) >= 0
                         direct = get(cells[next_at + 14 + me * 9]) & 8 != 0
                         early = (more & direct & (end == after) & (turn + 1 < TURNS)).to(tl.int32)
-                        slot = (end - 1) % V_STAGES
-                        tlx.barrier_wait(v_full[slot], (end - 1) // V_STAGES & 1)
+                        slot = (end - 1) % KV_STAGES
+                        tlx.barrier_wait(v_full[slot], (end - 1) // KV_STAGES & 1)
                         # The next block's first product goes to the tensor cores right behind this block's last and before its epilogue, where
                         # no tile must be walked over before. (Both products of a path stand in one straight line: the assembler would join
                         # them.)
                         if early != 0:
                             next_q_place = get(cells[next_at + 15 + me * 9])
                             next_stage = next_q_place % (2 * Q_STAGES)
-                            next_slot = after % K_STAGES
+                            next_slot = after % KV_STAGES
                             tlx.barrier_wait(q_full[next_stage], next_q_place // (2 * Q_STAGES) & 1)
-                            tlx.barrier_wait(k_full[next_slot], after // K_STAGES & 1)
+                            tlx.barrier_wait(k_full[next_slot], after // KV_STAGES & 1)
                             acc = tlx.async_dot(weights, v_tiles[slot], acc)
                             s = tlx.async_dot(q_tiles[next_stage], tlx.local_trans(k_tiles[next_slot]))
                             acc = tlx.async_dot_wait(1, acc)
                             release(v_empty[slot])
-                            finish(acc, top, total, scale, q_head, o_row, n_rows, flags & 4 != 0, o_map, q_tile, lse, lse_head, o_rows, rows, BLOCK, dtype)
+                            finish(acc, top, total, scale, me, q_head, o_row, n_rows, flags & 4 != 0, o_map, o_tiles, lse, lse_head, o_rows, rows, BLOCK, dtype)
                             s = tlx.async_dot_wait(0, s)
                             release(k_empty[next_slot])
                         else:
@@ -382,13 +372,13 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                             release(v_empty[slot])
                     else:
                         s = tl.zeros([BLOCK, KV_TILE], tl.float32)
+                        release(q_empty[q_stage])
                     if early == 0:
-                        walk(k_full, k_empty, v_full, v_empty, end, after, K_STAGES, V_STAGES)
-                        finish(acc, top, total, scale, q_head, o_row, n_rows, flags & 4 != 0, o_map, q_tile, lse, lse_head, o_rows, rows, BLOCK, dtype)
-                    stored = q_place
+                        walk(k_full, k_empty, v_full, v_empty, end, after, KV_STAGES)
+                        finish(acc, top, total, scale, me, q_head, o_row, n_rows, flags & 4 != 0, o_map, o_tiles, lse, lse_head, o_rows, rows, BLOCK, dtype)
                 else:
                     s = tl.zeros([BLOCK, KV_TILE], tl.float32)
-                    walk(k_full, k_empty, v_full, v_empty, base, after, K_STAGES, V_STAGES)
+                    walk(k_full, k_empty, v_full, v_empty, base, after, KV_STAGES)
                 base = after
                 tlx.barrier_wait(item_full[use % ITEMS], use // ITEMS & 1)
                 tiles = get(cells[use % ITEMS * FIELDS])
@@ -401,37 +391,37 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
             PERSISTENT: tl.constexpr):
     BLOCK: tl.constexpr = UNIT_ROWS // 2
     Q_STAGES: tl.constexpr = 2 if PERSISTENT else 1
-    K_STAGES: tl.constexpr = 3 if HEAD_DIM > 64 else 5
-    V_STAGES: tl.constexpr = 2 if HEAD_DIM > 64 else 5
+    KV_STAGES: tl.constexpr = 2 if HEAD_DIM > 64 else 4
     ITEMS: tl.constexpr = 4
     dtype: tl.constexpr = tlx.dtype_of(q_map)
     q_tiles = tlx.local_alloc((BLOCK, HEAD_DIM), dtype, 2 * Q_STAGES)
-    k_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, K_STAGES)
-    v_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, V_STAGES)
+    k_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, KV_STAGES)
+    v_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, KV_STAGES)
+    o_tiles = tlx.local_alloc((BLOCK, HEAD_DIM), dtype, 2)
     cells = tlx.local_alloc((1, ), tl.int32, ITEMS * 25)
     item_full = tlx.alloc_barriers(num_barriers=ITEMS, arrive_count=1)
     item_empty = tlx.alloc_warp_barrier(num_barriers=ITEMS, num_warps=9)
     q_full = tlx.alloc_barriers(num_barriers=2 * Q_STAGES, arrive_count=1)
     q_empty = tlx.alloc_warp_barrier(num_barriers=2 * Q_STAGES, num_warps=4)
-    k_full = tlx.alloc_barriers(num_barriers=K_STAGES, arrive_count=1)
-    k_empty = tlx.alloc_warp_barrier(num_barriers=K_STAGES, num_warps=4, num_arrivals=2)
-    v_full = tlx.alloc_barriers(num_barriers=V_STAGES, arrive_count=1)
-    v_empty = tlx.alloc_warp_barrier(num_barriers=V_STAGES, num_warps=4, num_arrivals=2)
+    k_full = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=1)
+    k_empty = tlx.alloc_warp_barrier(num_barriers=KV_STAGES, num_warps=4, num_arrivals=2)
+    v_full = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=1)
+    v_empty = tlx.alloc_warp_barrier(num_barriers=KV_STAGES, num_warps=4, num_arrivals=2)
 
     factor, positive = split_scale(scale_log2)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             consume(0, o_map, lse, lse_head, scale_log2, packed_log2, left, right, o_rows, cells, item_full, item_empty, q_tiles, q_full, q_empty,
-                    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, K_STAGES, V_STAGES, ITEMS)
+                    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, o_tiles, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, KV_STAGES, ITEMS)
         with tlx.async_task(num_warps=4, registers=224):
             consume(1, o_map, lse, lse_head, scale_log2, packed_log2, left, right, o_rows, cells, item_full, item_empty, q_tiles, q_full, q_empty,
-                    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, K_STAGES, V_STAGES, ITEMS)
+                    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, o_tiles, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, KV_STAGES, ITEMS)
         with tlx.async_task(num_warps=1, registers=56):
             produce_queries(q_map, header, sequences, forward_units, counter, heads, group, packed_log2, left, right, bottom_right, factor,
                             cells, item_full, item_empty, q_tiles, q_full, q_empty, BLOCK, KV_TILE, HEAD_DIM, Q_STAGES, ITEMS, PERSISTENT)
         with tlx.async_task(num_warps=1, registers=56):
             produce_keys_and_values(k_map, v_map, cells, item_full, item_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                                    KV_TILE, HEAD_DIM, K_STAGES, V_STAGES, ITEMS)
+                                    KV_TILE, HEAD_DIM, KV_STAGES, ITEMS)
 
 
 @triton.jit
