@@ -240,6 +240,37 @@ fn bank_conflicts_are_counted() {
 }
 
 #[test]
+fn what_the_triton_compiler_leaves_out_is_accepted_where_asked() {
+    for (name, kind) in [
+        ("lenient_good", None),
+        ("lenient_move", Some(Kind::TensorRegisters)),
+        ("lenient_copied", Some(Kind::MissingProxyFence)),
+    ] {
+        for (seed, strict_fences) in [(0, true), (1, true), (0, false), (1, false)] {
+            let cfg = Config { seed, threads: 1, strict_fences, ..Config::default() };
+            let mut m = Machine::new(Arch::Sm90, cfg);
+            let p = m.load(module()).unwrap();
+            let (input, out) = (m.alloc(16), m.alloc(4096));
+            // Eight times 1.0 in bfloat16.
+            m.write(input, &[0x80, 0x3f].repeat(8)).unwrap();
+            m.write(out, &[0xff; 4096]).unwrap();
+            let r = m.launch(&p, name, shape(128, 0), &[input.into(), out.into()]).unwrap();
+            match kind {
+                Some(kind) if strict_fences => {
+                    assert!(r.findings.iter().any(|f| f.kind == kind && f.line > 0), "{name}:\n{}", text(&r));
+                }
+                _ => {
+                    assert!(r.findings.is_empty(), "{name}, strict {strict_fences}:\n{}", text(&r));
+                    let mut got = [0; 4096];
+                    m.read(out, &mut got).unwrap();
+                    assert!(got.chunks(4).all(|c| c == 16.0f32.to_le_bytes()), "{name}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn wgmma_registers_and_waits() {
     let s = out_only(128, 1024);
     pair("wgmma_fence_bad", "wgmma_good", Kind::TensorRegisters, &s);

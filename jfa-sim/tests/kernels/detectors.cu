@@ -544,3 +544,28 @@ DEV void map_replace(const TensorMap* from, TensorMap* map, const int* in, int* 
 }
 extern "C" __global__ void map_replace_bad(const __grid_constant__ TensorMap from, TensorMap* map, const int* in, int* out) { map_replace<true>(&from, map, in, out); }
 extern "C" __global__ void map_replace_good(const __grid_constant__ TensorMap from, TensorMap* map, const int* in, int* out) { map_replace<false>(&from, map, in, out); }
+
+// What the Triton compiler does and PTX forbids: moves of accumulators in flight, operands from cp.async without a proxy fence.
+enum { Move = 1, Copied = 2 };
+template <int F>
+DEV void wgmma_lenient(const __nv_bfloat16* in, float* out) {
+    __shared__ __align__(1024) __nv_bfloat16 a[64 * 64], b[16 * 64];
+    for (int i = threadIdx.x; i < 64 * 8; i += 128)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem(a + 8 * i)), "l"(in) : "memory");
+    for (int i = threadIdx.x; i < 16 * 8; i += 128)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem(b + 8 * i)), "l"(in) : "memory");
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (!(F & Copied)) fence_async();
+    __syncthreads();
+    float d[8], e[8];
+    wgmma_fence();
+    wgmma_m64n16k16<0, 0>(d, desc_128b(smem(a), 16, 1024), desc_128b(smem(b), 16, 1024), 0);
+    wgmma_commit();
+    if (F & Move)
+        for (int i = 0; i < 8; i++) asm volatile("mov.b32 %0, %1;" : "=f"(e[i]) : "f"(d[i]));
+    wgmma_wait<0>();
+    for (int i = 0; i < 8; i++) out[threadIdx.x * 8 + i] = (F & Move) ? e[i] : d[i];
+}
+extern "C" __global__ void lenient_good(const __nv_bfloat16* in, float* out) { wgmma_lenient<0>(in, out); }
+extern "C" __global__ void lenient_move(const __nv_bfloat16* in, float* out) { wgmma_lenient<Move>(in, out); }
+extern "C" __global__ void lenient_copied(const __nv_bfloat16* in, float* out) { wgmma_lenient<Copied>(in, out); }
