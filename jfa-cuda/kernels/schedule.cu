@@ -177,22 +177,23 @@ __device__ Places places_of(const JfaScheduleParams& p, const JfaSequence& s) {
         forward = static_cast<float>(1 + (s.q_len > p.forward_rows / 2 ? 2 : 1) * parts(s.kv_len, p.forward_kv_tile));
         backward = static_cast<float>(1 + parts(s.q_len, p.backward_q_tile)) * static_cast<float>(out.tiles);
     } else {
-        const int shift = diagonal_shift(p.mask, s.q_len, s.kv_len);
-        int most = 1, sum = 0;
-        // The first, the middle, and the last one.
-#pragma unroll 1
-        for (int i = 0; i < 3; ++i) {
-            int first = (i == 0 ? 0 : (i == 1 ? out.units / 2 : out.units - 1)) * p.forward_rows;
-            int last = min(first + p.forward_rows, s.q_len) - 1;
-            const int keys = max(0, end_key(p.mask, last, shift, s.kv_len) - first_key(p.mask, first, shift));
-            most = max(most, 1 + (2 * (last - first) >= p.forward_rows ? 2 : 1) * parts(keys, p.forward_kv_tile));
-            first = (i == 0 ? 0 : (i == 1 ? out.tiles / 2 : out.tiles - 1)) * p.backward_rows;
-            last = min(first + p.backward_rows, s.kv_len) - 1;
-            const int rows = max(0, min(s.q_len, end_row(p.mask, last, shift, s.q_len)) - first_row(p.mask, first, shift));
-            sum += (i != 1 ? 1 : (out.tiles > 2 ? 4 : 0)) * (1 + parts(rows, p.backward_q_tile));
-        }
-        forward = static_cast<float>(most);
-        backward = static_cast<float>(sum) * static_cast<float>(out.tiles) * (out.tiles > 2 ? 1.0f / 6.0f : 0.5f);
+        // In floating point, which is full rate; the middle stands for what lies between the ends (Simpson's rule).
+        const float m = s.q_len, n = s.kv_len, d = diagonal_shift(p.mask, s.q_len, s.kv_len), rows = p.forward_rows, keys = p.backward_rows;
+        const float left = p.mask.left < 0 ? INFINITY : p.mask.left, right = p.mask.right < 0 ? INFINITY : p.mask.right;
+        const float per_key = __fdividef(1.0f, p.forward_kv_tile), per_row = __fdividef(1.0f, p.backward_q_tile);
+        const auto unit_work = [&](int unit) {
+            const float first = unit * rows, last = fminf(first + rows, m) - 1.0f;
+            const float seen = fminf(n, last + d + right + 1.0f) - fmaxf(0.0f, first + d - left);
+            return 1.0f + (2.0f * (last - first) >= rows ? 2.0f : 1.0f) * ceilf(fmaxf(0.0f, seen) * per_key);
+        };
+        const auto tile_work = [&](int tile) {
+            const float first = tile * keys, last = fminf(first + keys, n) - 1.0f;
+            const float seen = fminf(m, last - d + left + 1.0f) - fmaxf(0.0f, first - d - right);
+            return 1.0f + ceilf(fmaxf(0.0f, seen) * per_row);
+        };
+        forward = fmaxf(unit_work(0), fmaxf(unit_work(out.units / 2), unit_work(out.units - 1)));
+        const float ends = tile_work(0) + tile_work(out.tiles - 1);
+        backward = static_cast<float>(out.tiles) * (out.tiles > 2 ? (ends + 4.0f * tile_work(out.tiles / 2)) * (1.0f / 6.0f) : ends * 0.5f);
     }
     out.forward_bin = bin_of(forward);
     out.backward_bin = bin_of(fmaxf(backward, 1.0f));
