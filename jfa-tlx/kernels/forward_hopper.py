@@ -160,7 +160,7 @@ def produce_keys_and_values(k_map, v_map, cells, item_full, item_empty, k_tiles,
         kv0 = get(cells[at + 3])
         hi = get(cells[at + 4])
         last_tile = get(cells[at + 5])
-        release(item_empty[use % ITEMS])
+        tlx.barrier_arrive(item_empty[use % ITEMS])  # every thread: each has read its own copy
         # The last tile first: it is the one that the end of the sequence, or a diagonal, cuts. In the order k0 k1 v0 k2 v1 ... v(n-1).
         for j in tl.range(0, tl.where(tiles > 0, tiles + 1, 0)):
             if j < tiles:
@@ -304,7 +304,7 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                 whole_end = base + get(cells[block + 6])
                 flags = get(cells[block + 7])
                 q_place = get(cells[block + 8])
-                release(item_empty[use % ITEMS])
+                tlx.barrier_arrive(item_empty[use % ITEMS])  # every thread: each has read its own copy
                 after = base + tiles
                 use += 1
                 if n_rows > 0:
