@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, bail};
 use jfa_bench::check::Context;
 use jfa_bench::element::Poison;
 use jfa_bench::execution::{Execution, memory_of};
