@@ -11,6 +11,8 @@
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
+#[cfg(feature = "sim")]
+use anyhow::ensure;
 use anyhow::{Context as _, Result, bail};
 use jfa_bench::check::Context;
 use jfa_bench::element::Poison;
