@@ -58,6 +58,8 @@ struct Template {
     programmatic: bool,
     #[serde(default)]
     shared_dynamic: Option<u32>,
+    #[serde(default)]
+    allow_local: u32,
 }
 
 /// Additions to a row.
@@ -124,6 +126,8 @@ pub struct Row {
     pub programmatic: bool,
     /// Dynamic shared memory, where the source does not say.
     pub shared_dynamic: Option<u32>,
+    /// Accesses to local memory a work loop may have, where the compiler insists (triton).
+    pub allow_local: u32,
 }
 
 /// The kernels of one crate.
@@ -275,6 +279,7 @@ fn expand(t: &Template, out: &mut Vec<Row>) -> Result<()> {
             cluster: t.cluster,
             programmatic: t.programmatic,
             shared_dynamic: t.shared_dynamic,
+            allow_local: t.allow_local,
         });
     }
     Ok(())
