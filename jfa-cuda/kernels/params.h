@@ -109,26 +109,29 @@ typedef struct JfaForwardParams {
     int32_t o_rows;              /* rows of o and lse in this call; rows past it are not written */
 } JfaForwardParams;
 
-/* Parameters of `jfa_backward_*` (by value, after the tensor maps of q, k, v, o, do, dq, dk, dv; the last three with boxes of
- * 16 rows). A unit is all tiles of JFA_BACKWARD_KEYS keys of one sequence (JfaUnit.first = -1) or one of them, repeated for
- * every key/value head.
+/* Parameters of `jfa_backward_*` and `jfa_backward_broadcast_*` (by value, after the tensor maps of q, k, v, o, do, dq, dk, dv; the
+ * last three with boxes of 16 rows). A unit is all tiles of JFA_BACKWARD_KEYS keys of one sequence (JfaUnit.first = -1) or those of one
+ * pass, repeated for every group of `cluster` key/value heads. A pass is one tile; in `jfa_backward_*`, whose CTAs work in clusters of
+ * two, also two neighbouring tiles, one in each CTA.
  *
- * dq of a block of query rows is summed over key tiles in their order in `partial`: the first tile stores its share, later ones
- * add theirs, the last one takes the sum along and stores dq in its own type. Where the tiles of a sequence are units of their
- * own, they wait for each other through flags in `control`. With a broadcast query every CTA keeps a sum of its own in `partial`
- * instead, and `jfa_backward_reduce_*` (same parameter, heads_q * blocks * 8 CTAs of 256 threads) adds them in the order of the
- * CTAs. Behind the sums of a block stand its values of delta.
+ * dq of a block of query rows is summed over passes in their order in `partial`: the first one stores its share, later ones add
+ * theirs, the last one takes the sum along and stores dq in its own type. Of a pair, each CTA sums one half of the columns of its own.
+ * Where one CTA needs what another one has added, it waits for flags in `control`. With a broadcast query every CTA keeps a sum of its
+ * own in `partial` instead, and `jfa_backward_reduce_*` (same parameter, heads_q * blocks * 8 CTAs of 256 threads) adds them in the
+ * order of the CTAs. Behind the sums of a block stand its values of delta, once for each CTA of a pair.
  *
+ *   cluster          2; 1 with a broadcast query
  *   q_tile           64 rows at head_dim 128, 128 rows at head_dim 64
  *   row blocks       blocks = total_q / q_tile + batch per query head (a block is q_tile rows of one sequence);
  *                    broadcast: ceil(q_len / q_tile) per slice and query head, slices = ceil(grid / heads_kv)
  *   `partial`        heads_q * blocks * JFA_BACKWARD_BLOCK_BYTES (broadcast: times slices), aligned 128; not touched, hence may be
- *                    null, where no sequence has more than JFA_BACKWARD_KEYS keys and the query is not broadcast
- *   `control`        128 + 4 * heads_q * blocks bytes, aligned 128, zero before every launch
- *   units            backward_capacity = total_kv / JFA_BACKWARD_KEYS + batch (kv_batch with kv_index)
+ *                    null, where no sequence has more than cluster * JFA_BACKWARD_KEYS keys and the query is not broadcast
+ *   `control`        128 + 8 * heads_q * blocks bytes, aligned 128, zero before every launch
+ *   units            backward_capacity = total_kv / (cluster * JFA_BACKWARD_KEYS) + batch
+ *   grid             a multiple of cluster
  */
 #define JFA_BACKWARD_KEYS 128
-#define JFA_BACKWARD_BLOCK_BYTES 33280
+#define JFA_BACKWARD_BLOCK_BYTES 33792
 
 typedef struct JfaBackwardParams {
     const JfaScheduleHeader *header;

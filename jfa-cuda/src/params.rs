@@ -7,7 +7,7 @@ pub use jfa_driver::schedule::params::{
 };
 
 /// Bytes of a row block's partial dq: `JFA_BACKWARD_BLOCK_BYTES`.
-pub const BACKWARD_BLOCK_BYTES: usize = 33_280;
+pub const BACKWARD_BLOCK_BYTES: usize = 33_792;
 
 /// Query rows of a block of the split backward: `JFA_SPLIT_ROWS`.
 pub const SPLIT_ROWS: i64 = 64;

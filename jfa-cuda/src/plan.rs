@@ -25,7 +25,7 @@ const FORWARD_BYTES: usize = Requirements::ALIGNMENT;
 
 /// The backward's own counters, before the flags of its row blocks.
 const BACKWARD_COUNTERS_BYTES: i64 = 128;
-const BACKWARD_FLAG_BYTES: i64 = 4;
+const BACKWARD_FLAG_BYTES: i64 = 8;
 /// Blocks of `jfa_backward_reduce_*` per row block.
 const REDUCE_BLOCKS: u32 = 8;
 
@@ -284,6 +284,7 @@ impl CudaPlan {
                     rows: forward_rows >> packed_log2,
                     tile: constant(info, "kv_tile")?,
                     heads: problem.heads_q >> packed_log2,
+                    blocks: 1,
                 },
                 backward: backward.as_ref().ok().and_then(ChosenBackward::units),
                 split: Split::Balanced,
@@ -301,7 +302,12 @@ impl CudaPlan {
         forward_rows: i32,
         packed_log2: u32,
     ) -> Result<ChosenBackward> {
-        let whole = !problem.uses_kv_index && choose(set, device, Wanted { kind: "backward", ..wanted }).is_ok();
+        // Pairs of blocks share a sequence, but for a broadcast query, whose blocks sum dq each for itself.
+        let kind = match problem.query {
+            Query::Jagged => "backward",
+            Query::Broadcast { .. } => "backward_broadcast",
+        };
+        let whole = !problem.uses_kv_index && choose(set, device, Wanted { kind, ..wanted }).is_ok();
         if !whole {
             return split::Kernels::choose(name, set, device, wanted, problem, forward_rows, packed_log2)
                 .map(|kernels| ChosenBackward::Split(Box::new(kernels)));
@@ -312,12 +318,13 @@ impl CudaPlan {
                 lacks: format!("'{name}' lacks a backward: {e}"),
             })
         };
-        let (backward, reduce) = (of_kind("backward")?, of_kind("backward_reduce")?);
+        let (backward, reduce) = (of_kind(kind)?, of_kind("backward_reduce")?);
         let kernels = set.bundle(device).map_err(|e| e.for_backend(name))?.kernels();
         let info = &kernels[backward];
         check_promises(info)?;
         check_promises(&kernels[reduce])?;
         let map = |parameter| map_of(info, parameter, |t| t).map(CachedMap::new);
+        let blocks = info.cluster[0];
         Ok(ChosenBackward::Whole(Box::new(WholeBackward {
             backward,
             reduce,
@@ -325,7 +332,8 @@ impl CudaPlan {
             units: Units {
                 rows: constant(info, "unit_rows")?,
                 tile: constant(info, "q_tile")?,
-                heads: problem.heads_kv,
+                heads: problem.heads_kv.unsigned_abs().div_ceil(u64::from(blocks)).cast_signed(),
+                blocks,
             },
         })))
     }
@@ -518,7 +526,8 @@ impl BackendPlan for CudaPlan {
         #[expect(clippy::cast_possible_wrap, reason = "2 or 4")]
         let size = self.problem.dtype.size() as i64;
         let scratch = address(call.workspace.data);
-        let ctas = scope.device_info().multiprocessors;
+        let together = kernels.units.blocks;
+        let ctas = (scope.device_info().multiprocessors / together).max(1) * together;
         let scale = self.problem.scale;
         let params = BackwardParams {
             header: address(call.schedule.data),

@@ -2,7 +2,7 @@
 
     python3 backward_device.py CUBIN_DIR [check] [repeat] [time] [--cases a,b] [--shapes a,b]
 
-Needs schedule.cubin, backward_<dim>_<type>.cubin, backward_reduce_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
+Needs schedule.cubin, backward_<dim>_<type>.cubin, backward_broadcast_<dim>_<type>.cubin, backward_reduce_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
 CUBIN_DIR. Outputs, the sums in the workspace and rows between sequences are NaN before every case. The work runs in a child
 process; a case without an answer for 20 s (a shape: 40 s) is reported as HANG and the child is replaced.
 """
@@ -71,7 +71,7 @@ import torch
 import device as D
 from device import C, Problem, UGLY, f32, i32, i64, kernel, ptr, struct, tensor_map, timed
 
-BLOCK_BYTES, KEYS = 33280, 128
+BLOCK_BYTES, KEYS = 33792, 128
 BackwardParams = struct("BackwardParams", [
     ("header", ptr), ("sequences", ptr), ("units", ptr), ("lse", ptr), ("control", ptr), ("partial", ptr), ("dq", ptr), ("dk", ptr), ("dv", ptr),
     ("lse_head_stride", i64), ("dq_row", i64), ("dq_head", i64), ("dk_row", i64), ("dk_head", i64), ("dv_row", i64), ("dv_head", i64),
@@ -85,21 +85,24 @@ class Backward:
         q_tile = 128 if tile == 64 else 64
         kind = "bf16" if p.dtype == torch.bfloat16 else "f16"
         self.p, self.o, self.lse = p, o, lse
-        self.kernel = kernel(directory, f"backward_{tile}_{kind}")
+        # Pairs of CTAs share a sequence, but for a broadcast query.
+        self.cluster = 1 if p.broadcast else 2
+        self.kernel = kernel(directory, f"backward_{'broadcast_' if p.broadcast else ''}{tile}_{kind}")
         self.reduce = kernel(directory, f"backward_reduce_{tile}_{kind}") if p.broadcast else None
         self.schedule_kernel = kernel(directory, "schedule")
         self.s = D.schedule_params(p, 128, 128)
-        capacity = p.k.shape[0] // KEYS + max(p.batch, p.kv_batch)
+        unit_rows, self.ctas = self.cluster * KEYS, D.SMS // self.cluster * self.cluster
+        capacity = p.k.shape[0] // unit_rows + max(p.batch, p.kv_batch)
         self.list = torch.full((8 * max(capacity, 1),), 0x7f, dtype=torch.uint8, device="cuda")
-        self.s.backward_list, self.s.backward_capacity, self.s.backward_rows, self.s.backward_q_tile = self.list.data_ptr(), capacity, KEYS, q_tile
+        self.s.backward_list, self.s.backward_capacity, self.s.backward_rows, self.s.backward_q_tile = self.list.data_ptr(), capacity, unit_rows, q_tile
         # SHARE: as if so many CTAs worked on a key/value head; large: the tiles of every sequence are spread, 0: of none.
-        self.s.backward_share = int(os.environ.get("SHARE", -(-D.SMS // p.heads_kv)))
+        self.s.backward_share = int(os.environ.get("SHARE", -(-(self.ctas // self.cluster) // -(-p.heads_kv // self.cluster))))
         slices = -(-D.SMS // p.heads_kv) if p.broadcast else 1
         self.blocks = -(-p.broadcast // q_tile) if p.broadcast else p.rows_o // q_tile + p.batch
         longest = max(p.lk, default=0)
         blocks = p.heads * self.blocks * slices if longest > KEYS or p.broadcast else 0
         self.partial = torch.full((max(blocks, 1) * BLOCK_BYTES // 4,), float("nan"), device="cuda")
-        self.control = torch.zeros(32 + p.heads * self.blocks, dtype=torch.int32, device="cuda")
+        self.control = torch.zeros(32 + 2 * p.heads * self.blocks, dtype=torch.int32, device="cuda")
         fresh = lambda t: torch.full_like(t, float("nan"), memory_format=torch.contiguous_format)
         if p.q.stride(0) > p.heads * p.dim:  # a fused buffer
             packed = torch.full((p.q.shape[0], 3 * p.heads, p.dim), float("nan"), dtype=p.dtype, device="cuda")
@@ -111,14 +114,14 @@ class Backward:
         self.params = BackwardParams(
             self.s.header, self.s.sequences, self.list.data_ptr(), lse.data_ptr(), self.control.data_ptr(), self.partial.data_ptr(),
             self.dq.data_ptr(), self.dk.data_ptr(), self.dv.data_ptr(), lse.stride(0), *strides, p.scale, p.scale * 1.4426950408889634,
-            p.heads_kv, p.heads // p.heads_kv, self.blocks, p.broadcast or 0, p.dim // 8, p.dim_v // 8, p.mask, p.rows_o, p.k.shape[0], D.SMS)
+            p.heads_kv, p.heads // p.heads_kv, self.blocks, p.broadcast or 0, p.dim // 8, p.dim_v // 8, p.mask, p.rows_o, p.k.shape[0], self.ctas)
 
     def schedule(self):
-        self.schedule_kernel.launch(8, 1024, [self.s], cluster=8)
+        D.launch_schedule(self.schedule_kernel, self.s)
 
     def run(self):
         self.control.zero_()
-        self.kernel.launch(D.SMS, 384, [*self.maps, self.params])
+        self.kernel.launch(self.ctas, 384, [*self.maps, self.params], cluster=self.cluster)
         if self.reduce:
             self.reduce.launch(self.p.heads * self.blocks * 8, 256, [self.params])
 

@@ -609,8 +609,8 @@ fn backward_launches_workspace_and_schedule() {
         // SAFETY: the recorder follows no address.
         unsafe { plan.build_schedule(&layout, schedule_buffer(&plan), Stream::DEFAULT) }.unwrap();
         let s: ScheduleParams = gpu.take()[0].params();
-        assert_eq!((s.backward_rows, i64::from(s.backward_q_tile)), (128, q_tile));
-        assert_eq!(s.backward_capacity, 8000 / 128 + 100);
+        assert_eq!((s.backward_rows, i64::from(s.backward_q_tile)), (256, q_tile), "two tiles of a pair of blocks");
+        assert_eq!(s.backward_capacity, 8000 / 256 + 100);
         assert_eq!(s.backward_share, 66);
         assert!(s.backward_list >= s.forward_list + 8 * s.forward_capacity as u64);
         let end = s.backward_list + 8 * s.backward_capacity as u64;
@@ -622,7 +622,7 @@ fn backward_launches_workspace_and_schedule() {
         assert_eq!(launches.len(), 1);
         let l = &launches[0];
         assert_eq!(l.kernel, format!("backward_{dim}_bf16"));
-        assert_eq!((l.shape.grid, l.shape.threads), ([132, 1, 1], 384));
+        assert_eq!((l.shape.grid, l.shape.threads, l.shape.cluster), ([132, 1, 1], 384, Some([2, 1, 1])));
         let names: Vec<_> = (0..8).map(|i| gpu.map(l, i).tensor).collect();
         assert_eq!(names, ["q", "k", "v", "o", "d_o", "dq", "dk", "dv"]);
         let addresses: Vec<_> = (0..8).map(|i| gpu.map(l, i).address >> 24).collect();
@@ -633,10 +633,10 @@ fn backward_launches_workspace_and_schedule() {
         let blocks = 9000 / q_tile + 100;
         assert_eq!((i64::from(p.blocks), p.broadcast, p.heads_kv, p.group, p.ctas), (blocks, 0, 2, 2, 132));
         assert_eq!((p.control, p.units), (0x6000_0000, s.backward_list));
-        let control = usize::try_from(128 + 4 * 4 * blocks).unwrap();
+        let control = usize::try_from(128 + 8 * 4 * blocks).unwrap();
         assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, control)], "flags start at zero");
         assert_eq!(p.partial, 0x6000_0000 + control.next_multiple_of(256) as u64);
-        let needed = p.partial - 0x6000_0000 + 4 * blocks.unsigned_abs() * 33_280;
+        let needed = p.partial - 0x6000_0000 + 4 * blocks.unsigned_abs() * 33_792;
         assert_eq!(plan.requirements().backward_bytes as u64, needed);
         assert_eq!((p.dq, p.dk, p.dv), (0x1800_0000, 0x2800_0000, 0x3800_0000));
         assert_eq!((p.dq_row_bytes, p.dq_head_bytes), (8 * dim, 2 * dim));
@@ -650,13 +650,13 @@ fn backward_launches_workspace_and_schedule() {
 #[test]
 fn backward_of_short_keys_broadcast_queries_and_empty_sides() {
     let gpu = Recorder::new(&[(9, 0)]);
-    // No chain is possible over at most 128 keys: no partial sums.
-    let problem = Problem::builder(DType::F16, 2, 128).capacity(100, 9000, 128).build().unwrap();
+    // A pair of blocks has at most 256 keys at once: no partial sums.
+    let problem = Problem::builder(DType::F16, 2, 128).capacity(100, 9000, 256).build().unwrap();
     let plan = plan_on(&gpu, &problem, false).unwrap();
     let layout = Layout::jagged(100, offsets(0x100), offsets(0x200));
-    let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 128)).unwrap();
+    let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 256)).unwrap();
     assert_eq!(launches[0].params::<BackwardParams>().partial, 0);
-    assert_eq!(plan.requirements().backward_bytes, usize::next_multiple_of(128 + 4 * 2 * (9000 / 64 + 100), 256));
+    assert_eq!(plan.requirements().backward_bytes, usize::next_multiple_of(128 + 8 * 2 * (9000 / 64 + 100), 256));
 
     // A broadcast query: a sum per block of the grid, added up by a second kernel.
     let problem = Problem::builder(DType::F16, 4, 128).capacity(100, 0, 8000).broadcast_query(100).build().unwrap();
@@ -664,12 +664,12 @@ fn backward_of_short_keys_broadcast_queries_and_empty_sides() {
     let layout = Layout::broadcast(100, offsets(0x200));
     let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 8000)).unwrap();
     let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
-    assert_eq!(names, ["backward_128_f16", "backward_reduce_128_f16"]);
+    assert_eq!(names, ["backward_broadcast_128_f16", "backward_reduce_128_f16"]);
     let p: BackwardParams = launches[1].params();
     assert_eq!((p.blocks, p.broadcast), (2, 100));
     assert_eq!((launches[1].shape.grid, launches[1].shape.threads), ([4 * 2 * 8, 1, 1], 256));
     // 132 blocks over 4 heads are 33 slices.
-    assert_eq!(plan.requirements().backward_bytes, 256 + 4 * 2 * 33 * 33_280);
+    assert_eq!(plan.requirements().backward_bytes, 256 + 4 * 2 * 33 * 33_792);
 
     // No key rows: dq must become zero all the same; no query rows: dk and dv.
     let problem = Problem::builder(DType::F16, 2, 128).capacity(100, 9000, 0).build().unwrap();

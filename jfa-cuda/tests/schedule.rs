@@ -116,8 +116,8 @@ fn run(batch: &Batch, seed: u64) -> Lists {
     let memory = gpu.clone().memory(0).unwrap();
     let set = Arc::new(KernelSet::new(gpu.clone(), "jfa-cuda", BUNDLES).unwrap());
     let shape = Shape {
-        forward: Units { rows: 128, tile: 128, heads: 4 },
-        backward: Some(Units { rows: 128, tile: 64, heads: 4 }),
+        forward: Units { rows: 128, tile: 128, heads: 4, blocks: 1 },
+        backward: Some(Units { rows: 128, tile: 64, heads: 4, blocks: 1 }),
         split: batch.split,
     };
     let schedule = Schedule::new("test", &set, &batch.problem(), shape, false).unwrap();

@@ -384,11 +384,13 @@ fn shape_of(chosen: &Chosen, problem: &Problem) -> Shape {
             rows: forward.unit_rows >> forward.packed_log2,
             tile: forward.kv_tile,
             heads: problem.heads_q >> forward.packed_log2,
+            blocks: 1,
         },
         backward: backward.filter(|b| b.key_rows > 0).map(|b| Units {
             rows: b.key_rows,
             tile: b.q_tile,
             heads: problem.heads_q,
+            blocks: 1,
         }),
         split: backward.map_or(Split::Always, |b| b.split),
     }

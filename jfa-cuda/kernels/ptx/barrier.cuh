@@ -25,9 +25,23 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* bar, uint32_t parity
                  : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
     return done != 0;
 }
+// Whether it has, without waiting.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* bar, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
+    return done != 0;
+}
 // Waits for the phase with this parity to complete. A fresh barrier has "completed" parity 1.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
     while (!mbarrier_try_wait(bar, parity)) {}
+}
+
+// Not moved across products and barriers by the compiler.
+__device__ __forceinline__ float4 load_shared(const float* p) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(smem_address(p)) : "memory");
+    return v;
 }
 
 // Volatile, so that the compiler reads it where it is used instead of keeping it in a register from the kernel's begin.

@@ -55,4 +55,9 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, uint32_t r0, ui
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
+// The reverse: element (lane / 4, 2 * (lane % 4)) and the next one of matrix m in r[m].
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(smem) : "memory");
+}
+
 }  // namespace jfa::ptx

@@ -87,8 +87,10 @@ pub struct Units {
     pub rows: i32,
     /// Rows of the other side that a tile has.
     pub tile: i32,
-    /// Heads a unit is repeated for.
+    /// Heads, or groups of heads, a unit is repeated for.
     pub heads: i64,
+    /// Thread blocks that work on a unit together, and on as many key/value heads of it.
+    pub blocks: u32,
 }
 
 /// Which sequences of the backward list are units of their own, and which one unit per key tile.
@@ -293,14 +295,15 @@ impl Schedule {
             Query::Jagged => (-1, self.problem.total_q),
             Query::Broadcast { q_len } => (i32_of("q_len", q_len)?, self.problem.o_rows()),
         };
-        let none = Units { rows: 1, tile: 1, heads: 1 };
+        let none = Units { rows: 1, tile: 1, heads: 1, blocks: 1 };
         let (backward, backward_capacity) = match (self.shape.backward, &self.backward_capacity) {
             (Some(b), Ok(capacity)) => (b, *capacity),
             _ => (none, 0),
         };
         let listed = self.shape.backward.is_some() && self.backward_capacity.is_ok();
         let multiprocessors = u64::from(scope.device_info().multiprocessors);
-        let share = multiprocessors.div_ceil(self.problem.heads_kv.unsigned_abs());
+        let together = u64::from(backward.blocks);
+        let share = (multiprocessors / together).div_ceil(self.problem.heads_kv.unsigned_abs().div_ceil(together));
         let params = ScheduleParams {
             q_offsets,
             kv_offsets,
