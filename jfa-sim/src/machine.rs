@@ -38,7 +38,7 @@ pub struct Config {
     pub spin_limit: u64,
     /// Demands what the PTX rules ask for and the Triton compiler leaves out: the fence that shows an `mbarrier.init` to
     /// the asynchronous proxy; `tcgen05.fence::after_thread_sync` between a barrier and uses of tensor memory that others
-    /// wrote; `fence.proxy.async` between `cp.async` and products that read what it copied; and no moves of registers that
+    /// wrote; no branch that depends on values nothing wrote; `fence.proxy.async` between `cp.async` and products that read what it copied; and no moves of registers that
     /// a `wgmma` or `tcgen05.ld` in flight is to fill.
     pub strict_fences: bool,
     /// Multiprocessors that kernels and launchers see. Few make persistent kernels cheap, and each CTA walk through

@@ -297,21 +297,19 @@ fn values_nothing_wrote_are_followed_to_where_they_matter() {
             ret; }}"
         )
     };
-    let run = |end: &str| {
-        let mut gpu = machine(1);
+    let run = |end: &str, strict_fences: bool| {
+        let mut gpu = Machine::new(Arch::Sm100, Config { seed: 1, threads: 1, strict_fences, ..Config::default() });
         let p = gpu.load(&Module::parse(&kernel(end)).unwrap()).unwrap();
         let (input, out) = (gpu.alloc(128), poisoned(&mut gpu, 128));
         gpu.write(input + 4, &[1; 124]).unwrap();
         gpu.launch(&p, "k", shape([1, 1, 1], 32, 1, 0), &[input.into(), out.into()]).unwrap()
     };
     // A selection that leaves lane 1 (which got the value) out is fine; a branch or a store that depends on it is not.
-    clean(&run("selp.b32 a6, 3, 4, p; selp.b32 a6, a6, 5, q; st.global.b32 [r2], a6;"));
-    for end in [
-        "selp.b32 a6, 3, 4, p; st.global.b32 [r2], a6;",
-        "@p bra out; mov.b32 a6, 1; out: mov.b32 a7, 2; st.global.b32 [r2], a7;",
-        "st.global.b32 [r2], a5;",
-    ] {
-        let r = run(end);
+    clean(&run("selp.b32 a6, 3, 4, p; selp.b32 a6, a6, 5, q; st.global.b32 [r2], a6;", true));
+    let branch = "@p bra out; mov.b32 a6, 1; out: mov.b32 a7, 2; st.global.b32 [r2], a7;";
+    clean(&run(branch, false));
+    for end in ["selp.b32 a6, 3, 4, p; st.global.b32 [r2], a6;", branch, "st.global.b32 [r2], a5;"] {
+        let r = run(end, true);
         assert!(r.findings.iter().any(|f| f.kind == Kind::Uninitialised && f.line > 0), "{end}: {:?}", r.findings);
     }
 }

@@ -331,6 +331,13 @@ impl<'a> Cluster<'a> {
                 w.undefined[r] = (w.undefined[r] & !mask) | if follows { from } else { 0 };
             }
         }
+        // The Triton compiler runs the first trip of a pipelined loop even where there is none and drops its results: it may
+        // branch on values that nothing wrote.
+        let branches =
+            matches!(inst.op, Op::Bra(_) | Op::Vote { .. } | Op::Redux { .. } | Op::Match { .. } | Op::Bar { .. });
+        if from != 0 && branches && !self.l.cfg.strict_fences {
+            return 0;
+        }
         if from != 0 && !follows {
             let (line, addr) = w.undefined_from.unwrap_or((0, 0));
             self.report(
