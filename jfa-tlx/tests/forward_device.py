@@ -1,6 +1,6 @@
 """Drives the forward kernels through the CUDA driver API with PyTorch tensors, beside those of jfa-cuda.
 
-    python3 forward_device.py FOLDER [check] [time] [--variants g1,g4,cuda] [--shapes a,b] [--cases a,b] [--dims 64,128]
+    python3 forward_device.py FOLDER [check] [time] [--variants g1,g4,cuda] [--shapes a,b] [--cases a,b]
 
 FOLDER holds schedule.cubin (jfa-cuda) and NAME.cubin with NAME.json, the notes of compile.py, for NAME = forward_<variant>_<dim>_<type>;
 for the variant `cuda` forward_<dim>_<type>.cubin. Problems, references and shapes are those of jfa-cuda/tests/device.py.
@@ -50,7 +50,7 @@ class Forward:
         self.s = schedule_params(p, constants["unit_rows"] >> packed, constants["kv_tile"])
         self.o = torch.full((p.rows_o, p.heads, p.dim_v), float("nan"), dtype=p.dtype, device="cuda")
         self.lse = torch.full((p.heads, p.rows_o), float("nan"), dtype=torch.float32, device="cuda")
-        self.counter = torch.zeros(64 + 132 * 32 + 64, dtype=torch.int32, device="cuda")
+        self.counter = torch.zeros(64, dtype=torch.int32, device="cuda")
         heads = p.heads_kv if packed else p.heads
         tensors = dict(q=p.q, k=p.k, v=p.v, o=self.o)
         values = dict(lse=ptr(self.lse.data_ptr()), lse_head=i64(max(p.rows_o, 1)), header=ptr(self.s.header), sequences=ptr(self.s.sequences),
@@ -73,8 +73,7 @@ class Forward:
         self.persistent = "counter" in names
         self.grid = device.SMS if self.persistent else self.s.forward_capacity * heads
 
-    def schedule(self):
-        self.schedule_kernel.launch(8, 1024, [self.s], cluster=8)
+    schedule = device.Forward.schedule
 
     def run(self):
         if self.persistent:
