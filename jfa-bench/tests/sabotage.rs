@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use jfa_bench::check::{self, CheckArgs, Context, Finished, Outcome};
+use jfa_bench::check::{self, CheckArgs, Context, Finished, Observer, Outcome};
 use jfa_core::layout::Offsets;
 use jfa_core::{
     Alignment, AttentionBackend, BackendPlan, BackwardArgs, Buffer, Call, Capabilities, DType, DataPtr, DeviceMemory,
@@ -117,6 +117,10 @@ fn q_offsets(layout: &Layout) -> Vec<i64> {
 }
 
 fn suite(backend: Arc<dyn AttentionBackend>, filter: &[&str]) -> Vec<Finished> {
+    observed(backend, filter, None)
+}
+
+fn observed(backend: Arc<dyn AttentionBackend>, filter: &[&str], observer: Option<Observer>) -> Vec<Finished> {
     let args = CheckArgs {
         quick: true,
         filter: filter.iter().map(ToString::to_string).collect(),
@@ -127,7 +131,7 @@ fn suite(backend: Arc<dyn AttentionBackend>, filter: &[&str]) -> Vec<Finished> {
     let memory: Arc<dyn DeviceMemory> = backend.memory().unwrap_or_else(|| Arc::new(HostMemory::new()));
     let cases = check::cases(&args, backend.capabilities()).unwrap();
     assert!(!cases.is_empty(), "no case is named {filter:?}");
-    let context = Context { backend, memory, repeats: 4, observer: None };
+    let context = Context { backend, memory, repeats: 4, observer };
     cases.iter().map(|c| check::run_case(&context, c)).collect()
 }
 
@@ -146,6 +150,16 @@ fn caught(case: &str, word: &str, sabotage: Sabotage) {
         })
         .collect();
     assert!(failures.iter().any(|f| f.contains(word)), "{case} did not notice ({word}): {failures:?}");
+}
+
+#[test]
+fn right_results_do_not_excuse_what_kernels_did_on_the_way() {
+    let left = Mutex::new(vec!["Race in kernel at PTX line 7".to_owned()]);
+    let observer: Observer = Box::new(move || std::mem::take(&mut *left.lock().unwrap()));
+    let finished = observed(jfa_core::cpu::backend_with_threads(1), &["lengths/self", "lengths/cross"], Some(observer));
+    let Outcome::Failed(findings) = &finished[0].outcome else { panic!("{:?}", finished[0].outcome) };
+    assert_eq!(findings, &["Race in kernel at PTX line 7"]);
+    assert!(finished[1..].iter().all(|f| matches!(f.outcome, Outcome::Passed(_))));
 }
 
 #[test]
