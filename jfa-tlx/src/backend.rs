@@ -185,7 +185,9 @@ pub fn factory() -> Factory {
     static PLAIN: OnceCell<Arc<TlxBackend>> = OnceCell::new();
     Arc::new(|generation| {
         let make = || {
-            let gpu = DRIVER.get_or_try_init(CudaGpu::new).map_err(|e| e.for_backend(NAME))?;
+            let gpu = DRIVER
+                .get_or_try_init(CudaGpu::new)
+                .map_err(|e| jfa_driver::kernels::without_driver(e, NAME, BUNDLES))?;
             TlxBackend::new(gpu.clone(), BUNDLES, jfa_cuda::BUNDLES, NAME, generation, None).map(Arc::new)
         };
         let backend = match generation {
