@@ -169,7 +169,8 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
         }
     }
     // Loops are known of what was compiled: the table is written with all kernels or left alone.
-    if options.only.is_empty() && !rows.is_empty() {
+    let all: usize = family.rows.iter().map(|r| r.archs.len()).sum();
+    if jobs.len() == all && !rows.is_empty() {
         outputs.push((family.bundles.join(LOOPS_TABLE), work_loops(family, rows).into_bytes()));
     }
     if options.check {
