@@ -363,7 +363,7 @@ impl Gpu for CudaGpu {
         shape: &LaunchShape,
         args: &[KernelArg],
     ) -> Result<()> {
-        const MOST: usize = 32;
+        const MOST: usize = 128;
         let mut pointers = [std::ptr::null_mut::<c_void>(); MOST];
         if args.len() > MOST {
             return Err(DriverError::Launch {
