@@ -41,6 +41,10 @@ pub struct Config {
     /// wrote; no branch that depends on values nothing wrote; `fence.proxy.async` between `cp.async` and products that read what it copied; and no moves of registers that
     /// a `wgmma` or `tcgen05.ld` in flight is to fill.
     pub strict_fences: bool,
+    /// An arrival at an mbarrier orders only the accesses of the lanes that arrive, unless `bar.warp.sync` or a barrier
+    /// stands between them and those of other lanes: what `racecheck` of the compute sanitizer demands. Otherwise a warp
+    /// arrives as a whole, as it does in practice.
+    pub lanes: bool,
     /// Multiprocessors that kernels and launchers see. Few make persistent kernels cheap, and each CTA walk through
     /// several units of work.
     pub sms: u32,
@@ -48,7 +52,16 @@ pub struct Config {
 
 impl Default for Config {
     fn default() -> Self {
-        Config { seed: 0, shuffle: true, detect: true, threads: 0, spin_limit: 50_000_000, strict_fences: true, sms: 8 }
+        Config {
+            seed: 0,
+            shuffle: true,
+            detect: true,
+            threads: 0,
+            spin_limit: 50_000_000,
+            strict_fences: true,
+            lanes: false,
+            sms: 8,
+        }
     }
 }
 

@@ -181,6 +181,22 @@ fn races_within_a_warp() {
 }
 
 #[test]
+fn one_lane_arrives_for_all() {
+    for (name, lanes, wrong) in
+        [("one_arrives_bad", true, true), ("one_arrives_good", true, false), ("one_arrives_bad", false, false)]
+    {
+        for seed in 0..8 {
+            let mut m = Machine::new(Arch::Sm90, Config { seed, threads: 1, lanes, ..Config::default() });
+            let p = m.load(module()).unwrap();
+            let out = ints(&mut m, 32);
+            let r = m.launch(&p, name, shape(64, 0), &[out.into()]).unwrap();
+            assert_eq!(r.findings.iter().any(|f| f.kind == Kind::Race && f.line > 0), wrong, "{name}:\n{}", text(&r));
+            assert!(wrong || r.findings.is_empty(), "{name}:\n{}", text(&r));
+        }
+    }
+}
+
+#[test]
 fn asynchronous_reductions_used_early() {
     let setup = |m: &mut Machine| {
         let out = ints(m, 32);

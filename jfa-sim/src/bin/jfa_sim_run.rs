@@ -24,6 +24,8 @@ struct Job {
     #[serde(default = "yes")]
     strict_fences: bool,
     #[serde(default)]
+    lanes: bool,
+    #[serde(default)]
     threads: usize,
     #[serde(default)]
     spin_limit: Option<u64>,
@@ -197,6 +199,7 @@ fn run(file: &Path, seed: Option<u64>, quiet: bool) -> Res<usize> {
         shuffle: job.shuffle,
         detect: job.detect,
         strict_fences: job.strict_fences,
+        lanes: job.lanes,
         threads: job.threads,
         ..Config::default()
     };

@@ -322,6 +322,7 @@ impl Cluster<'_> {
     }
 
     pub(super) fn ldmatrix(&mut self, w: &mut Warp, d: &[Dst], trans: bool, addrs: &Lanes) {
+        w.touched = u32::MAX;
         for (m, &d) in d.iter().enumerate() {
             let mut rows = [[0u8; 16]; 8];
             for (r, row) in rows.iter_mut().enumerate() {
@@ -344,6 +345,7 @@ impl Cluster<'_> {
     }
 
     pub(super) fn stmatrix(&mut self, w: &mut Warp, v: &[Src], trans: bool, addrs: &Lanes) {
+        w.touched = u32::MAX;
         for (m, s) in v.iter().enumerate() {
             let mut x = [0u64; 32];
             self.fetch(w, *s, &mut x);

@@ -769,7 +769,7 @@ impl<'a> Cluster<'a> {
                     return Next::Retry;
                 }
                 // What lanes wrote before is ordered before what others do from here on.
-                w.advance();
+                w.sync_lanes();
             }
             Op::Bra(t) => {
                 let all = w.frags[w.cur].mask;
@@ -1097,6 +1097,7 @@ impl<'a> Cluster<'a> {
             }
         }
         if shared {
+            w.touched |= mask;
             self.count_banks(mask, addrs, total);
         }
         for (k, d) in d.iter().enumerate() {
@@ -1146,6 +1147,7 @@ impl<'a> Cluster<'a> {
             }
         }
         if shared {
+            w.touched |= mask;
             self.count_banks(mask, addrs, total);
         }
     }

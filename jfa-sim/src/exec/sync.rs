@@ -90,7 +90,11 @@ impl Cluster<'_> {
         if let Some(p) = problem {
             self.report(w, lane, Kind::Barrier, None, p);
         }
-        w.advance();
+        if counted == live {
+            w.sync_lanes();
+        } else {
+            w.advance();
+        }
         self.progress += 1;
         self.counters.barrier_waits += 1;
         let (complete, over) = self.bar_state(w, id as usize);
@@ -309,7 +313,11 @@ impl Cluster<'_> {
     pub(super) fn mbar(&mut self, w: &mut Warp, mask: u32, m: &Mbar, space: crate::ptx::Space, addrs: &Lanes) -> bool {
         let mut result = 0u32;
         let mut blocked: Option<State> = None;
-        let know = if matches!(m, Mbar::Arrive { .. }) { w.know.clone() } else { crate::clock::Knowledge::default() };
+        let mut know =
+            if matches!(m, Mbar::Arrive { .. }) { w.know.clone() } else { crate::clock::Knowledge::default() };
+        if self.l.cfg.lanes && matches!(m, Mbar::Arrive { .. }) && w.touched & !mask != 0 {
+            know.all.set(w.index as u32, w.synced);
+        }
         for lane in 0..32u32 {
             if mask >> lane & 1 == 0 {
                 continue;

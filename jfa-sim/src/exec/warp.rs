@@ -106,6 +106,9 @@ pub(crate) struct Warp {
     pub local: Vec<u8>,
     pub local_init: Vec<bool>,
     pub know: Knowledge,
+    /// Time up to which all lanes are ordered with each other, and the lanes that used shared memory since.
+    pub synced: u32,
+    pub touched: u32,
     /// What the last fence released, for strong stores and atomics after it.
     pub released: Option<Box<Knowledge>>,
     /// What strong loads saw released, for a fence after them.
@@ -183,6 +186,8 @@ impl Warp {
             local: vec![0xcd; k.local_bytes as usize * 32],
             local_init: vec![false; if l.cfg.detect { k.local_bytes as usize * 32 } else { 0 }],
             know,
+            synced: 0,
+            touched: 0,
             released: None,
             observed: Foreign::default(),
             products: VecDeque::new(),
@@ -219,6 +224,13 @@ impl Warp {
     pub(crate) fn advance(&mut self) {
         let c = self.clock();
         self.know.all.set(self.index as u32, c + 1);
+    }
+
+    /// All lanes wait for each other here.
+    pub(crate) fn sync_lanes(&mut self) {
+        self.synced = self.clock();
+        self.touched = 0;
+        self.advance();
     }
 
     #[inline]

@@ -569,3 +569,22 @@ DEV void wgmma_lenient(const __nv_bfloat16* in, float* out) {
 extern "C" __global__ void lenient_good(const __nv_bfloat16* in, float* out) { wgmma_lenient<0>(in, out); }
 extern "C" __global__ void lenient_move(const __nv_bfloat16* in, float* out) { wgmma_lenient<Move>(in, out); }
 extern "C" __global__ void lenient_copied(const __nv_bfloat16* in, float* out) { wgmma_lenient<Copied>(in, out); }
+
+// All lanes read a buffer, one of them says so and lets another warp overwrite it; the others are not ordered before that.
+template <bool Bad>
+DEV void one_arrives(int* out) {
+    __shared__ int buf[32];
+    __shared__ __align__(8) uint64_t empty;
+    if (threadIdx.x < 32) buf[threadIdx.x] = threadIdx.x;
+    if (threadIdx.x == 0) mbar_init(smem(&empty), 1);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        out[threadIdx.x] = buf[31 - threadIdx.x];
+        if (!Bad) __syncwarp();
+        if (threadIdx.x == 0) mbar_arrive(smem(&empty));
+    } else {
+        mbar_wait(smem(&empty), 0);
+        buf[threadIdx.x - 32] = 7;
+    }
+}
+PAIR(one_arrives, (int* out), (out))
