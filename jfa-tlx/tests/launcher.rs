@@ -267,6 +267,8 @@ fn bundles_are_whole_and_promise_what_the_launcher_checks() {
     for (arch, _) in DEVICES {
         let bundle = bundle(arch);
         bundle.verify().unwrap();
+        let most = bundle.kernels().iter().map(|k| k.parameters.len()).max().unwrap();
+        assert!(most <= jfa_driver::cuda::MOST_ARGUMENTS, "{most} parameters");
         assert_eq!(bundle.manifest().owner, "jfa-tlx");
         for (i, k) in bundle.kernels().iter().enumerate() {
             let cubin = jfa_driver::cubin::parse(bundle.image(i).unwrap()).unwrap();

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use jfa_core::{DataPtr, Stream};
 
+use crate::bundle::MOST_ARGUMENTS;
 use crate::gpu::Entered;
 use crate::{
     Arch, ComputeCapability, DeviceInfo, DriverError, Element, Gpu, ImageKind, KernelArg, KernelHandle, KernelInfo,
@@ -71,6 +72,9 @@ const NEEDED: [&str; 49] = [
     "cuTensorMapReplaceAddress",
     "cuThreadExchangeStreamCaptureMode",
 ];
+
+/// Most arguments of a launch.
+pub const MOST_ARGUMENTS: usize = 128;
 
 /// Turns a driver status into a result that names the call.
 fn check(call: &'static str, status: sys::CUresult) -> Result<()> {
@@ -363,12 +367,11 @@ impl Gpu for CudaGpu {
         shape: &LaunchShape,
         args: &[KernelArg],
     ) -> Result<()> {
-        const MOST: usize = 128;
-        let mut pointers = [std::ptr::null_mut::<c_void>(); MOST];
-        if args.len() > MOST {
+        let mut pointers = [std::ptr::null_mut::<c_void>(); MOST_ARGUMENTS];
+        if args.len() > MOST_ARGUMENTS {
             return Err(DriverError::Launch {
                 kernel: String::new(),
-                reason: format!("{} arguments, at most {MOST} are supported", args.len()),
+                reason: format!("{} arguments, at most {MOST_ARGUMENTS} are supported", args.len()),
             });
         }
         for (p, a) in pointers.iter_mut().zip(args) {
