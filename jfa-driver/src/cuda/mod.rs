@@ -9,7 +9,6 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use jfa_core::{DataPtr, Stream};
 
-use crate::bundle::MOST_ARGUMENTS;
 use crate::gpu::Entered;
 use crate::{
     Arch, ComputeCapability, DeviceInfo, DriverError, Element, Gpu, ImageKind, KernelArg, KernelHandle, KernelInfo,
