@@ -522,6 +522,7 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
 
 __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
     const int lane = ptx::lane_id();
+    uint32_t chained = 0;
     every_step(
         shared, [](const Segment&) {},
         [&](const Segment& s, int i, uint32_t step) {
@@ -542,9 +543,10 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
                 while (ptx::load_acquire(flag_of(p, s.block + i, own)) < s.tile) {}
                 if (pairs && !(s.flags & exchange))
                     while (ptx::load_acquire(flag_of(p, s.block + i, 1)) < s.tile) {}
+                __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(&shared.chain_full[stage_of(chained)]);
+                ++chained;
             }
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(&shared.chain_full[stage]);
         });
 }
 
@@ -678,10 +680,10 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
     };
     // The half of a step's dq that this CTA kept, and the same half of its neighbour's: together they leave.
     const int half = rank();
-    uint32_t exchanges = 0;
+    uint32_t counts = 0;      // bit 0: parity of the exchanges; above: waits for other CTAs' sums
     bool exchanged = false;  // dq of the step before has not left yet
     const auto take_exchanged = [&](float(&sum)[16]) {
-        ptx::mbarrier_wait(&shared.received_full, (exchanges - 1) & 1);
+        ptx::mbarrier_wait(&shared.received_full, (counts & 1) ^ 1);
         const int at = (4 * me + warp) * 128 + ptx::lane_id();
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
@@ -806,11 +808,16 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 
             ptx::fence_async_shared();
 
+            // The sum of the passes before comes in where this is the last one to add. dq of the step before may belong to it (few rows,
+            // many keys), and so may what is waited for.
+            const bool takes = (now & (earlier | later)) == earlier;
+            if (pairs && (takes || now & waits)) finish_exchange(stage ^ 1);
             if (now & earlier && now & waits) {
-                if (pairs) finish_exchange(stage ^ 1);  // what is waited for may depend on it
-                ptx::mbarrier_wait(&shared.chain_full[stage], phase_of(step));
+                const uint32_t chained = counts >> 1;
+                ptx::mbarrier_wait(&shared.chain_full[stage_of(chained)], phase_of(chained));
+                counts += 2;
             }
-            if ((now & (earlier | later)) == earlier) {  // the sum of the passes before comes in where this is the last one to add
+            if (takes) {
                 const float4* sums = partial_of(g.block + block);
 #pragma unroll
                 for (int x = 0; x < dq_columns / 8; ++x) {
@@ -853,7 +860,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             // dq leaves: a half of it to the neighbour, or all of it to where it belongs
             if (exchanges_dq) {
                 if (lane == 0) ptx::mbarrier_arrive_expect_tx(&shared.received_full, 2048);
-                ptx::mbarrier_wait(&shared.neighbour_ready, (exchanges & 1) ^ 1);
+                ptx::mbarrier_wait(&shared.neighbour_ready, (counts & 1) ^ 1);
                 float4* kept = shared.kept + (4 * me + warp) * 128 + ptx::lane_id();
                 const uint32_t neighbour_received = ptx::map_to_rank(shared.received + (4 * me + warp) * 128 + ptx::lane_id(), half ^ 1);
                 const uint32_t neighbour_full = ptx::map_to_rank(&shared.received_full, half ^ 1);
@@ -864,7 +871,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                     kept[32 * x] = half ? high : low;
                     ptx::store_async(neighbour_received + 512 * x, half ? low : high, neighbour_full);
                 }
-                ++exchanges;
+                counts ^= 1;
                 exchanged = true;
                 __syncwarp();
                 if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use jfa_core::{
-    BackendPlan, BackwardArgs, Buffer, Call, DataPtr, Error, ForwardArgs, Layout, Problem, Query, Requirements, Result,
-    Stream, TensorView,
+    BackendPlan, BackwardArgs, Buffer, Call, DataPtr, Error, ForwardArgs, Layout, Mask, Problem, Query, Requirements,
+    Result, Stream, TensorView,
 };
 use jfa_driver::schedule::{Schedule, Shape, SharedKernels, Split, Units, address, aligned, constant};
 use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
@@ -146,6 +146,16 @@ impl QueueKeys {
             }
         }
     }
+}
+
+/// Whether dq and dk, dv in passes of their own beat one pass over long sequences: seven products instead of five, but nothing
+/// to hand from block to block, and every tile is work of its own. Measured (docs/performance.md): under a mask the passes
+/// win from some 500 keys on, without one where lengths above 1,200 are uneven. The mean comes from the capacities; another choice gives the same
+/// gradients to rounding.
+fn split_is_faster(problem: &Problem) -> bool {
+    let mean = problem.total_kv / problem.batch.max(1);
+    let masked = problem.mask != Mask::Full;
+    matches!(problem.query, Query::Jagged) && mean >= if masked { 500 } else { 1200 }
 }
 
 /// Log2 of the query heads that share the rows of a block. Packing fills tiles of short sequences and loads keys and
@@ -307,7 +317,9 @@ impl CudaPlan {
             Query::Jagged => "backward",
             Query::Broadcast { .. } => "backward_broadcast",
         };
-        let whole = !problem.uses_kv_index && choose(set, device, Wanted { kind, ..wanted }).is_ok();
+        let whole = !problem.uses_kv_index
+            && !split_is_faster(problem)
+            && choose(set, device, Wanted { kind, ..wanted }).is_ok();
         if !whole {
             return split::Kernels::choose(name, set, device, wanted, problem, forward_rows, packed_log2)
                 .map(|kernels| ChosenBackward::Split(Box::new(kernels)));

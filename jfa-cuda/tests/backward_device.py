@@ -183,6 +183,9 @@ def cases():
     yield "long", lambda: Problem([2500, 3, 2049], [2500, 3, 2049], 2, causal=True)
     yield "spread", lambda: Problem([300] * 3, [1100, 600, 700], 4, 2, causal=True, bottom=True)
     yield "long-full", lambda: Problem([2500, 3, 1100], [2500, 3, 3049], 2)
+    # One block of rows, many keys, more sequences than pairs of CTAs: a pair does all passes of a sequence one after the other.
+    yield "few-rows", lambda: Problem([20, 64, 1] * 400, [700, 520, 300] * 400, 4)
+    yield "few-rows-gqa", lambda: Problem([20, 64, 1] * 400, [700, 520, 650] * 400, 4, 2, causal=True, bottom=True)
     yield "f16", lambda: Problem(lq, lk, 2, dtype=torch.float16)
     for d in (8, 32, 40, 64, 96):
         yield f"d{d}", lambda d=d: Problem(lq, lk, 2, dim=d, causal=True)

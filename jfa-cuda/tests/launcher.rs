@@ -707,7 +707,7 @@ fn backward_zeroes_unused_rows_of_both_sides() {
 fn what_lacks_a_backward_keeps_its_forward() {
     let gpu = Recorder::new(&[(9, 0)]);
     let problem =
-        Problem::builder(DType::BF16, 128, 128).capacity(1_000_000, 2_000_000_000, 2_000_000_000).build().unwrap();
+        Problem::builder(DType::BF16, 128, 128).capacity(2_000_000, 2_000_000_000, 2_000_000_000).build().unwrap();
     let plan = plan_on(&gpu, &problem, false).unwrap();
     assert_eq!(plan.requirements().backward_bytes, 0);
     let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
@@ -892,4 +892,24 @@ fn wide_heads_take_the_split_backward() {
     let names = ["schedule", "backward_index", "backward_dkdv_256_bf16"];
     let launches = run_split(&gpu, &plan, &layout, &args, &names);
     assert!((0..4).all(|i| gpu.map(&launches[2], i).dims[2] == 8001));
+}
+
+#[test]
+fn long_uneven_lengths_take_the_split_backward() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let split = ["schedule", "backward_index", "backward_dq_128_bf16", "backward_dkdv_128_bf16"];
+    let whole = ["schedule", "backward_128_bf16"];
+    let causal = Mask::Causal(Alignment::TopLeft);
+    // Capacities of ten sequences: it is their mean that counts.
+    for (mask, keys, expected) in [
+        (Mask::Full, 11_990, &whole[..]),
+        (Mask::Full, 12_000, &split[..]),
+        (causal.clone(), 4_990, &whole[..]),
+        (causal, 5_000, &split[..]),
+    ] {
+        let problem = Problem::builder(DType::BF16, 4, 128).capacity(10, 9000, keys).mask(mask).build().unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+        run_split(&gpu, &plan, &layout, &backward_args(&problem, keys), expected);
+    }
 }

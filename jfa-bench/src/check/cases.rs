@@ -72,6 +72,10 @@ fn lengths(c: &mut Collector, dtype: DType, dim: i64) {
     );
     c.conform("2-3", false, "lengths/long-query-short-key", Scenario::cross(dtype, dim, &[700, 1], &[3, 5]));
     c.conform("2-3", false, "lengths/short-query-long-key", Scenario::cross(dtype, dim, &[3, 5], &[700, 1]));
+    // One block of rows and many keys, in more sequences than a device has workers: where one of them sums a row's dq over all
+    // keys, each addition must be in place before the next one builds on it.
+    let (few, keys): (Vec<i64>, Vec<i64>) = (0..140).map(|b| (1 + b % 3, [520, 700, 300][b as usize % 3])).unzip();
+    c.conform("2-3", false, "lengths/few-rows-many-keys", Scenario::cross(dtype, dim, &few, &keys));
     let many: Vec<i64> = (0..500).map(|b| b % 4).collect();
     c.conform("2-3", false, "lengths/many-tiny", Scenario::new(dtype, dim, &many));
 
