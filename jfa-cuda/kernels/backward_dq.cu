@@ -2,9 +2,6 @@
 //
 //   unit        a unit of the forward: two blocks of 64 query rows of one sequence and head (or of fewer rows of a packed group of
 //               heads), walked over tiles of 64 keys. Broadcast query: the same rows against every `slices`-th sequence
-//   lone block  a unit of one block gives it to both consumers: each takes every other tile, and at the end they exchange halves of
-//               the columns of dq. Not where sequences are merged: there a row's block, hence the order of its sum, would depend on
-//               its neighbours
 //   products    s = q k^T, dp = do v^T, dq += ds k; ds never leaves the registers
 //   delta       rowsum(o * do), o straight from memory while q and do are on their way
 //   roles       warp 0: schedule and TMA (warps 1 to 3 idle); two consumer warpgroups of one block each
@@ -39,7 +36,7 @@ constexpr int slots = head_dim <= 128 ? 6 : 3;
 constexpr int tile_bytes = chunks * box_bytes;
 
 // The rows of a unit and the keys of one sequence they are walked over.
-enum : int { first_of_unit = 1, last_of_unit = 2, the_end = 4, one_block = 8, lone = 16 };
+enum : int { first_of_unit = 1, last_of_unit = 2, the_end = 4 };
 struct Segment {
     int flags;
     int tile0, tiles;
@@ -80,7 +77,7 @@ __device__ void produce(SharedMemory& shared, const JfaSplitParams& p, const CUt
         const int place_of_segment = count % 2;
         ptx::mbarrier_wait(&shared.segment_empty[place_of_segment], ((count / 2) & 1) ^ 1);
         Segment& g = shared.segment[place_of_segment];
-        g.flags = flags | (rows > rows_per_block ? 0 : p.shares_lone_blocks ? lone | one_block : one_block);
+        g.flags = flags;
         g.tile0 = lo / keys;
         g.tiles = hi > lo ? (hi - 1) / keys - lo / keys + 1 : 0;
         g.whole_begin = (first_key(p.mask, first + rows - 1, shift) + keys - 1) / keys;
@@ -101,14 +98,13 @@ __device__ void produce(SharedMemory& shared, const JfaSplitParams& p, const CUt
 
         const int stage = loaded % stages;
         ptx::mbarrier_wait(&shared.q_empty[stage], ((loaded / stages) & 1) ^ 1);
-        const int second = rows <= rows_per_block ? 0 : rows_per_block;  // the second consumer's block
-        const auto load_blocks = [&](const CUtensorMap* map, uint64_t* barrier, uint8_t(&to)[2][tile_bytes], int row) {
-            ptx::mbarrier_arrive_expect_tx(barrier, 2 * tile_bytes);
-            load(map, barrier, to[0], row + first, min(rows_per_block, rows), g.head);
-            load(map, barrier, to[1], row + first + second, rows - second, g.head);
-        };
-        load_blocks(map_do, &shared.do_full[stage], shared.d_o[stage], s.o_row);
-        load_blocks(map_q, &shared.q_full[stage], shared.q[stage], s.q_row);
+        const auto block_rows_of = [&](int b) { return max(0, min(rows_per_block, rows - b * rows_per_block)); };
+        ptx::mbarrier_arrive_expect_tx(&shared.do_full[stage], 2 * tile_bytes);
+        for (int b = 0; b < 2; ++b)
+            load(map_do, &shared.do_full[stage], shared.d_o[stage][b], s.o_row + first + b * rows_per_block, block_rows_of(b), g.head);
+        ptx::mbarrier_arrive_expect_tx(&shared.q_full[stage], 2 * tile_bytes);
+        for (int b = 0; b < 2; ++b)
+            load(map_q, &shared.q_full[stage], shared.q[stage][b], s.q_row + first + b * rows_per_block, block_rows_of(b), g.head);
         ++loaded;
 
         const int kv_head = packed_head / group;
@@ -142,31 +138,6 @@ __device__ void produce(SharedMemory& shared, const JfaSplitParams& p, const CUt
 }
 
 // ---------------------------------------------------------------------------------------------------------------- consumer
-// dq of a lone block: consumer `me` stores half `me` of the columns, its own sums and the other one's, which pass through the buffers
-// that held the queries: a warp's in the rows that only itself has read.
-template <int me>
-__device__ __forceinline__ void exchange_and_store(uint8_t (&buffers)[2][tile_bytes], float (&dq)[head_dim / 2], char* const (&to)[2],
-                                                   float scale, int vectors) {
-    constexpr int half = head_dim / 4, own = me * half, given = half - own;
-    static_assert(half * 4 * 128 == tile_bytes);
-    const auto place = [&](int buffer, int x) {  // of four values
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        return reinterpret_cast<float4*>(buffers[buffer] + x / 16 * box_bytes + warp * 16 * 128 + x / 4 % 4 * 512 + lane * 16);
-    };
-#pragma unroll
-    for (int x = 0; x < half; x += 4) *place(me, x) = {dq[given + x], dq[given + x + 1], dq[given + x + 2], dq[given + x + 3]};
-    ptx::named_barrier_sync(1, 256);
-    float sum[half];
-#pragma unroll
-    for (int x = 0; x < half; x += 4) {
-        const float4 f = *place(1 - me, x);
-        sum[x] = dq[own + x] + f.x, sum[x + 1] = dq[own + x + 1] + f.y, sum[x + 2] = dq[own + x + 2] + f.z, sum[x + 3] = dq[own + x + 3] + f.w;
-    }
-    ptx::fence_async_shared();
-    char* const half_to[2] = {to[0] ? to[0] + 16 * own / 4 : nullptr, to[1] ? to[1] + 16 * own / 4 : nullptr};
-    store_rows<T>(half_to, sum, scale, vectors - own / 4);
-}
-
 __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = ptx::lane_id(), quad = lane % 4;
     const int own_row = 16 * warp + lane / 4;  // the thread's rows of the block: own_row and own_row + 8
@@ -198,10 +169,9 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
 #pragma unroll
             for (int x = 0; x < head_dim / 2; ++x) dq[x] = 0.0f;
         }
-        const bool is_lone = flags & lone, works = is_lone || !me || !(flags & one_block);
-        const int block = is_lone ? 0 : me;
+        const bool works = __shfl_sync(~0u, g.first + me * rows_per_block < g.q_len, 0);
         // The thread's two rows, within the sequence, and their heads: read again where they are needed, registers are scarce.
-        const auto row_of = [&](int r) { return g.first + block * rows_per_block + ((own_row + 8 * r) & (rows_per_block - 1)); };
+        const auto row_of = [&](int r) { return g.first + me * rows_per_block + ((own_row + 8 * r) & (rows_per_block - 1)); };
         const auto head_of = [&](int r) { return g.head + ((own_row + 8 * r) >> rows_log2); };
 
         const int stage = loaded % stages;
@@ -214,24 +184,18 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
         const auto leave_tile = [&](uint32_t n) {
             if (lane == 0) ptx::mbarrier_arrive(&shared.kv_empty[n % slots]);
         };
-        // A tile of the other consumer: this one walks along, for it must not give back what is not full yet.
-        const auto skip_tile = [&] {
-#pragma unroll
-            for (int i = 0; i < 2; ++i, ++place) {
-                wait_tile(place);
-                __syncwarp();
-                leave_tile(place);
-            }
-        };
-        // Behind a lone block's last tile the stage is needed once more.
-        const bool exchanges = is_lone && (flags & last_of_unit) && !p.broadcast;
         if (tiles > 0) ++loaded;
         if (tiles > 0 && !works) {
+            // A lone block is the other consumer's; this one walks along, for it must not give back what is not full yet.
             ptx::mbarrier_wait(&shared.do_full[stage], phase);
             ptx::mbarrier_wait(&shared.q_full[stage], phase);
             leave_stage();
 #pragma unroll 1
-            for (int j = 0; j < tiles; ++j) skip_tile();
+            for (int i = 0; i < 2 * tiles; ++i, ++place) {
+                wait_tile(place);
+                __syncwarp();
+                leave_tile(place);
+            }
         } else if (tiles > 0) {
             // lse and delta of the thread's rows, the latter over a quarter of the columns: pieces `quad` and `4 + quad` of every chunk, in
             // the other order for odd rows, so that there are no bank conflicts.
@@ -271,8 +235,8 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
                 sum += __shfl_xor_sync(~0u, sum, 2);
                 delta[r] = sum;
                 lse[r] = l == -INFINITY ? -INFINITY : -l;
-                if (quad == 0 && (me == 0 || !is_lone)) {
-                    float* statistics = statistics_of(p, g.packed_head, g.block + block) + row_place(at);
+                if (quad == 0) {
+                    float* statistics = statistics_of(p, g.packed_head, g.block + me) + row_place(at);
                     statistics[0] = lse[r];
                     statistics[block_rows] = sum;
                 }
@@ -280,8 +244,7 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
 
             ptx::mbarrier_wait(&shared.q_full[stage], phase);
 #pragma unroll 1
-            for (int j = is_lone ? me : 0; j < tiles; j += is_lone ? 2 : 1) {
-                if (is_lone && me) skip_tile();
+            for (int j = 0; j < tiles; ++j, place += 2) {
                 const uint32_t value_place = place, key_place = place + 1;
                 const uint8_t* v_tile = shared.kv[value_place % slots];
                 const uint8_t* k_tile = shared.kv[key_place % slots];
@@ -315,7 +278,7 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_hold(dp);
                 leave_tile(value_place);
-                if (!exchanges && j + (is_lone ? 2 : 1) >= tiles) leave_stage();
+                if (j == tiles - 1) leave_stage();
                 uint32_t ds[keys / 16][4];
 #pragma unroll
                 for (int x = 0; x < keys / 4; ++x) {
@@ -332,11 +295,7 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_hold(dq);
                 leave_tile(key_place);
-                place += 2;
-                if (is_lone && !me && j + 1 < tiles) skip_tile();
             }
-            if (is_lone && me && tiles % 2) skip_tile();
-            if (!exchanges && is_lone && me >= tiles) leave_stage();
         }
 
         if (!(flags & last_of_unit)) {
@@ -353,16 +312,7 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
                 const bool writable = row_of(r) < g.q_len && row < p.q_rows;
                 to[r] = writable ? static_cast<char*>(p.dq) + row * p.dq_row_bytes + head_of(r) * p.dq_head_bytes : nullptr;
             }
-            if (!is_lone) {
-                store_rows<T>(to, dq, p.scale, p.vectors_qk);
-            } else if (tiles == 0) {
-                if (me == 0) store_rows<T>(to, dq, p.scale, p.vectors_qk);
-            } else if (me == 0) {
-                exchange_and_store<0>(shared.q[stage], dq, to, p.scale, p.vectors_qk);
-            } else {
-                exchange_and_store<1>(shared.q[stage], dq, to, p.scale, p.vectors_qk);
-            }
-            if (exchanges && tiles > 0) leave_stage();
+            store_rows<T>(to, dq, p.scale, p.vectors_qk);
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.segment_empty[count % 2]);

@@ -35,17 +35,15 @@ extern "C" __global__ void __launch_bounds__(threads) JFA_ENTRY(const __grid_con
 
     const float4* from = reinterpret_cast<const float4*>(p.partial) + at;
     const long long slice_vectors = static_cast<long long>(p.pairs) * p.heads * pair_vectors;
-    const int rows_log2 = 6 - p.packed_log2, column = 8 * group + 2 * (lane % 4);
-    const bool lone = p.shares_lone_blocks && p.broadcast - ((2 * pair) << rows_log2) <= 1 << rows_log2;  // both consumers have sums of it
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-    const auto add = [&](float4 f) { sum.x += f.x, sum.y += f.y, sum.z += f.z, sum.w += f.w; };
 #pragma unroll 8
     for (int s = 0; s < p.slices; ++s) {
-        add(from[s * slice_vectors]);
-        if (lone && block == 0) add(from[s * slice_vectors + pair_vectors / 2]);
+        const float4 f = from[s * slice_vectors];
+        sum.x += f.x, sum.y += f.y, sum.z += f.z, sum.w += f.w;
     }
 
     if (group >= p.vectors_qk) return;
+    const int rows_log2 = 6 - p.packed_log2, column = 8 * group + 2 * (lane % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int of_block = 16 * warp + lane / 4 + 8 * half;

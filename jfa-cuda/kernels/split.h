@@ -97,7 +97,6 @@ typedef struct JfaSplitParams {
     int32_t broadcast;            /* rows of the one query of all sequences; 0: jagged queries */
     int32_t pairs;                /* broadcast: pairs of blocks */
     int32_t slices;               /* broadcast: parts of the batch */
-    int32_t shares_lone_blocks;   /* 1: both consumers of `jfa_backward_dq_*` work on a unit of one block; 0 with merged sequences */
     int32_t vectors_qk;           /* 16-byte pieces of a row of dq and dk */
     int32_t vectors_v;            /* and of o and dv */
     JfaMask mask;

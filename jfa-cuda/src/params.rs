@@ -225,8 +225,6 @@ jfa_driver::mirror! {
         pairs: i32,
         /// Parts of the batch, with a broadcast query.
         slices: i32,
-        /// Both consumers work on a unit of one block; not with merged sequences.
-        shares_lone_blocks: i32,
         /// 16-byte pieces of a row of dq and dk.
         vectors_qk: i32,
         /// And of o and dv.

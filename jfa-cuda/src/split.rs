@@ -315,7 +315,6 @@ impl Launcher<'_> {
             broadcast: self.i32_of("q_len", broadcast, MAX_ROWS)?,
             pairs: parts.pairs,
             slices: parts.slices,
-            shares_lone_blocks: i32::from(!self.schedule.merges_shared_kv()),
             vectors_qk: self.i32_of("head_dim", problem.head_dim * size / 16, 64)?,
             vectors_v: self.i32_of("head_dim_v", problem.head_dim_v * size / 16, 64)?,
             mask: self.schedule.mask(),

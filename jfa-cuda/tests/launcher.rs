@@ -833,7 +833,7 @@ fn shared_keys_take_the_split_backward() {
     assert_eq!((p.o, p.dq, p.dk, p.dv), (0x4000_0000, 0x1800_0000, 0x2800_0000, 0x3800_0000));
     assert_eq!((p.o_row_bytes, p.dq_row_bytes, p.dk_row_bytes, p.dv_row_bytes), (2048, 2048, 512, 512));
     assert_eq!((p.vectors_qk, p.vectors_v, p.q_rows, p.o_rows, p.kv_rows), (16, 16, 9000, 9000, 8000));
-    assert_eq!((p.broadcast, p.pairs, p.slices, p.partial, p.shares_lone_blocks), (0, 0, 0, 0, 1));
+    assert_eq!((p.broadcast, p.pairs, p.slices, p.partial), (0, 0, 0, 0));
     assert_eq!((p.control, p.statistics), (0x6000_0000, 0x6000_0100));
     assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, 256)], "the counters start at zero");
     let statistics = 512 * p.heads.unsigned_abs() as usize * p.blocks.unsigned_abs() as usize;

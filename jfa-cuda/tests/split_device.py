@@ -31,12 +31,8 @@ SplitParams = struct("SplitParams", [
     ("header", ptr), ("sequences", ptr), ("query_units", ptr), ("index", ptr), ("keys", ptr), ("members", ptr), ("key_units", ptr), ("lse", ptr), ("o", ptr),
     ("dq", ptr), ("dk", ptr), ("dv", ptr), ("control", ptr), ("statistics", ptr), ("partial", ptr), ("lse_head_stride", i64), ("o_row", i64), ("o_head", i64),
     ("dq_row", i64), ("dq_head", i64), ("dk_row", i64), ("dk_head", i64), ("dv_row", i64), ("dv_head", i64), ("scale", f32), ("scale_log2", f32),
-    ("heads", i32), ("heads_kv", i32), ("packed_log2", i32), ("blocks", i32), ("batch", i32), ("broadcast", i32), ("pairs", i32), ("slices", i32), ("shares_lone", i32),
+    ("heads", i32), ("heads_kv", i32), ("packed_log2", i32), ("blocks", i32), ("batch", i32), ("broadcast", i32), ("pairs", i32), ("slices", i32),
     ("vectors_qk", i32), ("vectors_v", i32), ("mask", D.Mask), ("q_rows", i32), ("o_rows", i32), ("kv_rows", i32)])
-
-
-# 0: a unit of one block is one consumer's.
-LONE = int(os.environ.get("LONE", "1"))
 
 
 def scratch(count):
@@ -89,7 +85,7 @@ class Split:
             self.s.header, self.s.sequences, self.s.forward_list, self.index.header, self.index.keys, self.index.members, self.index.units, lse.data_ptr(),
             o.data_ptr(), self.dq.data_ptr(), self.dk.data_ptr(), self.dv.data_ptr(), self.control.data_ptr(), self.statistics.data_ptr(),
             self.partial.data_ptr(), lse.stride(0), *strides, p.scale, p.scale * 1.4426950408889634, heads, p.heads_kv, packed, blocks, p.batch,
-            p.broadcast or 0, pairs, slices, int(not self.s.merge and LONE), p.dim // 8, p.dim_v // 8, p.mask, self.dq.shape[0], p.rows_o, p.k.shape[0])
+            p.broadcast or 0, pairs, slices, p.dim // 8, p.dim_v // 8, p.mask, self.dq.shape[0], p.rows_o, p.k.shape[0])
 
     def schedule(self):
         D.launch_schedule(self.schedule_kernel, self.s)
