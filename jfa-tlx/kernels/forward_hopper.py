@@ -18,14 +18,13 @@ from common import BOUND, LN_2, diagonal_shift, end_key, first_key, load_sequenc
 
 
 # Numbers of an item in shared memory: tiles (-1: no more items), first query head, key/value head, first key row, one past the last key
-# that a row sees, last tile, keys; per consumer rows (0: none), first row of o, first key that row 0 sees, first place, the one
+# that a row sees, last tile, keys; per consumer rows (0: none), first row of o, first row plus the mask's shift, first place, the one
 # behind the last, first and end of the whole ones, flags (how the first tile is masked, 4: some row sees no key, 8: begins at place 0),
-# place of its queries, one past the last key that row 0 sees.
-FIELDS = tl.constexpr(27)
+# place of its queries.
+FIELDS = tl.constexpr(25)
 MASK_NONE = tl.constexpr(0)
 MASK_RIGHT = tl.constexpr(1)
 MASK_BOTH = tl.constexpr(2)
-MASK_END = tl.constexpr(3)
 KV_TILE_LOG2 = tl.constexpr(7)
 
 
@@ -115,19 +114,14 @@ def produce_queries(q_map, header, sequences, forward_units, counter, heads, gro
             cut_left = last_tile + 1 - ((every_first + KV_TILE - 1) >> KV_TILE_LOG2)
             whole = tl.minimum(tl.maximum(tl.where(factor != 1.0, end, right_cut), begin + 1), end)
             whole_end = tl.minimum(tl.maximum(cut_left, whole), end)
-            # What row 0 of the block sees: row r begins r keys later, and ends so. Numbers that 32 bits hold, with the same effect.
-            x = (f + shift).to(tl.int64)
-            visible_first = tl.where(left < 0, -BLOCK, tl.minimum(tl.maximum(x - left, -BLOCK), kv_len)).to(tl.int32)
-            visible_end = tl.where(right < 0, kv_len, tl.minimum(tl.maximum(x + right + 1, -BLOCK), kv_len)).to(tl.int32)
             # How the first tile is masked.
-            kind = tl.where((factor != 1.0) | (begin >= cut_left), MASK_BOTH, tl.where(begin >= right_cut, MASK_NONE, tl.where(right < 0, MASK_END, MASK_RIGHT)))
+            kind = tl.where((factor != 1.0) | (begin >= cut_left), MASK_BOTH, tl.where(begin < right_cut, MASK_RIGHT, MASK_NONE))
             blind = (every_end <= 0) | (every_first >= kv_len)
             direct = (own_tiles > 0) & (begin == 0)
-            block = at + 7 + consumer * 10
+            block = at + 7 + consumer * 9
             put(cells[block], count)
             put(cells[block + 1], o0 + f)
-            put(cells[block + 2], visible_first)
-            put(cells[block + 9], visible_end)
+            put(cells[block + 2], f + shift)
             put(cells[block + 3], begin)
             put(cells[block + 4], end)
             put(cells[block + 5], whole)
@@ -149,7 +143,7 @@ def produce_queries(q_map, header, sequences, forward_units, counter, heads, gro
     tlx.barrier_wait(item_empty[use % ITEMS], (use // ITEMS & 1) ^ 1)
     put(cells[use % ITEMS * FIELDS], -1)
     put(cells[use % ITEMS * FIELDS + 14], 0)
-    put(cells[use % ITEMS * FIELDS + 24], 0)
+    put(cells[use % ITEMS * FIELDS + 23], 0)
     tlx.barrier_arrive(item_full[use % ITEMS])
 
 
@@ -216,13 +210,6 @@ def masked_left(s, tile, first_visible, KV_TILE: tl.constexpr):
 
 
 @triton.jit
-def masked_end(s, tile, kv_len, KV_TILE: tl.constexpr):
-    """Scores of a tile that only the sequence's end cuts."""
-    j = tl.arange(0, KV_TILE)
-    return tl.where((j < kv_len - tile * KV_TILE)[None, :], s, float("-inf"))
-
-
-@triton.jit
 def masked_right(s, tile, end_visible, KV_TILE: tl.constexpr):
     """Scores of a tile that only a diagonal or the sequence's end cuts."""
     j = tile * KV_TILE + tl.arange(0, KV_TILE)[None, :]
@@ -264,7 +251,7 @@ def step(q_tile, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, place, acc,
 
 
 @triton.jit
-def finish(acc, top, total, scale, me: tl.constexpr, o_head, o_row, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, packed_log2,
+def finish(acc, top, total, scale, me: tl.constexpr, o_head, o_row, n_rows, blind_rows, o_map, o_tiles, lse, lse_head, o_rows, rows,
            BLOCK: tl.constexpr, dtype: tl.constexpr):
     """Divides by the sum; stores o and lse."""
     # No maximum means no visible key: o is exactly 0 and lse -inf, whatever v holds.
@@ -278,10 +265,8 @@ def finish(acc, top, total, scale, me: tl.constexpr, o_head, o_row, n_rows, blin
     tlx.async_descriptor_store(o_map, o_tiles[me], [BOUND, o_head, o_row + n_rows, BOUND - n_rows, 0])
     r = tl.arange(0, BLOCK)
     value = tl.where(blind, float("-inf"), (top * scale + tl.math.log2(total)) * LN_2)
-    tl.static_assert(BLOCK == 64)
-    row = r & ((BLOCK >> packed_log2) - 1)
-    at = lse + (o_head + (r >> (6 - packed_log2))).to(tl.int64) * lse_head + (o_row + row)
-    tl.store(at, value, mask=row < tl.minimum(n_rows, o_rows - o_row))
+    at = lse + (o_head + r // rows).to(tl.int64) * lse_head + (o_row + r % rows)
+    tl.store(at, value, mask=r % rows < tl.minimum(n_rows, o_rows - o_row))
 
 
 @triton.jit
@@ -293,7 +278,7 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
     TURNS: tl.constexpr = 16
     rows = BLOCK >> packed_log2
     factor, scale = split_scale(scale_log2)
-    row = tl.arange(0, BLOCK) & (rows - 1)
+    r = tl.arange(0, BLOCK)
     use = 0
     base = 0
     tlx.barrier_wait(item_full[0], 0)
@@ -309,11 +294,10 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                 q_head = get(cells[at + 1])
                 to_tile = base + get(cells[at + 5])
                 kv_len = get(cells[at + 6])
-                block = at + 7 + me * 10
+                block = at + 7 + me * 9
                 n_rows = get(cells[block])
                 o_row = get(cells[block + 1])
-                visible_first = get(cells[block + 2])
-                visible_end = get(cells[block + 9])
+                x = get(cells[block + 2]) + r % rows
                 begin = base + get(cells[block + 3])
                 end = base + get(cells[block + 4])
                 whole = base + get(cells[block + 5])
@@ -324,8 +308,8 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                 after = base + tiles
                 use += 1
                 if n_rows > 0:
-                    first_visible = tl.maximum(visible_first + row, 0)
-                    end_visible = tl.where(right < 0, kv_len, tl.minimum(tl.maximum(visible_end + row, 0), kv_len))
+                    first_visible = first_key(x, left, 0)
+                    end_visible = end_key(x, right, 0, kv_len)
                     q_stage = q_place % (2 * Q_STAGES)
                     q_tile = q_tiles[q_stage]
                     top = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -343,8 +327,6 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                             release(k_empty[slot])
                         if flags & 3 == MASK_RIGHT:
                             s = masked_right(s, to_tile - begin, end_visible, KV_TILE)
-                        if flags & 3 == MASK_END:
-                            s = masked_end(s, to_tile - begin, kv_len, KV_TILE)
                         if flags & 3 == MASK_BOTH:
                             s = masked(s, to_tile - begin, first_visible, end_visible, factor, KV_TILE)
                         p, top, shrink = softmax(s, top, scale)
@@ -363,7 +345,7 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                         tlx.barrier_wait(item_full[use % ITEMS], use // ITEMS & 1)
                         next_at = use % ITEMS * FIELDS
                         more = get(cells[next_at]) >= 0
-                        direct = get(cells[next_at + 14 + me * 10]) & 8 != 0
+                        direct = get(cells[next_at + 14 + me * 9]) & 8 != 0
                         early = (more & direct & (end == after) & (turn + 1 < TURNS)).to(tl.int32)
                         slot = (end - 1) % KV_STAGES
                         tlx.barrier_wait(v_full[slot], (end - 1) // KV_STAGES & 1)
@@ -371,7 +353,7 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                         # no tile must be walked over before. (Both products of a path stand in one straight line: the assembler would join
                         # them.)
                         if early != 0:
-                            next_q_place = get(cells[next_at + 15 + me * 10])
+                            next_q_place = get(cells[next_at + 15 + me * 9])
                             next_stage = next_q_place % (2 * Q_STAGES)
                             next_slot = after % KV_STAGES
                             tlx.barrier_wait(q_full[next_stage], next_q_place // (2 * Q_STAGES) & 1)
@@ -380,7 +362,7 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                             s = tlx.async_dot(q_tiles[next_stage], tlx.local_trans(k_tiles[next_slot]))
                             acc = tlx.async_dot_wait(1, acc)
                             release(v_empty[slot])
-                            finish(acc, top, total, scale, me, q_head, o_row, n_rows, flags & 4 != 0, o_map, o_tiles, lse, lse_head, o_rows, packed_log2, BLOCK, dtype)
+                            finish(acc, top, total, scale, me, q_head, o_row, n_rows, flags & 4 != 0, o_map, o_tiles, lse, lse_head, o_rows, rows, BLOCK, dtype)
                             s = tlx.async_dot_wait(0, s)
                             release(k_empty[next_slot])
                         else:
@@ -393,7 +375,7 @@ def consume(me: tl.constexpr, o_map, lse, lse_head, scale_log2, packed_log2, lef
                         release(q_empty[q_stage])
                     if early == 0:
                         walk(k_full, k_empty, v_full, v_empty, end, after, KV_STAGES)
-                        finish(acc, top, total, scale, me, q_head, o_row, n_rows, flags & 4 != 0, o_map, o_tiles, lse, lse_head, o_rows, packed_log2, BLOCK, dtype)
+                        finish(acc, top, total, scale, me, q_head, o_row, n_rows, flags & 4 != 0, o_map, o_tiles, lse, lse_head, o_rows, rows, BLOCK, dtype)
                 else:
                     s = tl.zeros([BLOCK, KV_TILE], tl.float32)
                     walk(k_full, k_empty, v_full, v_empty, base, after, KV_STAGES)
@@ -416,7 +398,7 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
     k_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, KV_STAGES)
     v_tiles = tlx.local_alloc((KV_TILE, HEAD_DIM), dtype, KV_STAGES)
     o_tiles = tlx.local_alloc((BLOCK, HEAD_DIM), dtype, 2)
-    cells = tlx.local_alloc((1, ), tl.int32, ITEMS * 27)
+    cells = tlx.local_alloc((1, ), tl.int32, ITEMS * 25)
     item_full = tlx.alloc_barriers(num_barriers=ITEMS, arrive_count=1)
     item_empty = tlx.alloc_warp_barrier(num_barriers=ITEMS, num_warps=9)
     q_full = tlx.alloc_barriers(num_barriers=2 * Q_STAGES, arrive_count=1)
