@@ -260,6 +260,7 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         if (lane == 0) ptx::mbarrier_arrive(&shared.kv_empty[place % slots]);
     };
     const auto release_q = [&](uint32_t which) {
+        __syncwarp();  // all lanes have read the block's description
         if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[me][which % q_stages]);
     };
     const auto walk = [&](uint32_t from, const Block& b, int first, int last) {
