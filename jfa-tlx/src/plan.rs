@@ -300,7 +300,8 @@ impl TlxPlan {
             (Int::ORows, "o.rows", rows[0]),
             (Int::QRows, "q.rows", rows[1]),
             (Int::KvRows, "k.rows", rows[2]),
-            (Int::Broadcast, "q_len", i64::from(self.broadcast)),
+            // Also a query of no rows is one of all sequences: to the kernels 0 means jagged.
+            (Int::Broadcast, "q_len", i64::from(self.broadcast).max(i64::from(p.query != Query::Jagged))),
             (Int::Slices, "slices", self.slices(multiprocessors)),
             (Int::KvOffsets64, "kv_offsets", i64::from(kv_offsets_64)),
         ] {
