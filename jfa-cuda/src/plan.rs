@@ -149,13 +149,14 @@ impl QueueKeys {
 }
 
 /// Whether dq and dk, dv in passes of their own beat one pass over long sequences: seven products instead of five, but nothing
-/// to hand from block to block, and every tile is work of its own. Measured (docs/performance.md): under a mask the passes
-/// win from some 500 keys on, without one where lengths above 1,200 are uneven. The mean comes from the capacities; another choice gives the same
+/// to hand from block to block, and every tile is work of its own. Measured (docs/performance.md): the passes win
+/// under a mask at means of 1,000 to 1,400 keys, without one where lengths are uneven around 1,400; shorter masked problems
+/// have not been compared. The mean comes from the capacities; another choice gives the same
 /// gradients to rounding.
 fn split_is_faster(problem: &Problem) -> bool {
     let mean = problem.total_kv / problem.batch.max(1);
     let masked = problem.mask != Mask::Full;
-    matches!(problem.query, Query::Jagged) && mean >= if masked { 500 } else { 1200 }
+    matches!(problem.query, Query::Jagged) && mean >= if masked { 1000 } else { 1200 }
 }
 
 /// Log2 of the query heads that share the rows of a block. Packing fills tiles of short sequences and loads keys and

@@ -9,10 +9,9 @@ process; a case without an answer for 20 s (a shape: 40 s) is reported as HANG a
 import argparse
 import math
 import os
-import select
-import subprocess
 import sys
-import time
+
+from supervise import supervise
 
 if __name__ == "__main__" and "--child" not in sys.argv:
     a = argparse.ArgumentParser()
@@ -20,51 +19,8 @@ if __name__ == "__main__" and "--child" not in sys.argv:
     a.add_argument("what", nargs="*", default=["check", "repeat", "time"])
     a.add_argument("--shapes", default="")
     a.add_argument("--cases", default="")
-    a.add_argument("--extra", default="")
     args = a.parse_args()
-    status = 0
-    for what in args.what:
-        skip = []
-        while True:
-            child = subprocess.Popen([sys.executable, os.path.abspath(__file__), "--child", args.directory, what, args.cases, args.shapes, ",".join(skip)],
-                                     stdout=subprocess.PIPE, bufsize=0)
-            current, buffer, hung = None, b"", False
-            deadline = time.time() + 90
-            while True:
-                ready, _, _ = select.select([child.stdout], [], [], max(0, deadline - time.time()))
-                if not ready:
-                    hung = True
-                    break
-                data = os.read(child.stdout.fileno(), 65536)
-                if not data:
-                    break
-                buffer += data
-                while b"\n" in buffer:
-                    line, buffer = buffer.split(b"\n", 1)
-                    line = line.decode()
-                    if line.startswith("@"):
-                        current = line[1:]
-                        deadline = time.time() + (20 if what != "time" else 40)
-                    else:
-                        print(line, flush=True)
-            if hung:
-                child.kill()
-                child.wait()
-                print(f"  {current:14s} HANG", flush=True)
-                status += 1
-                skip.append(current or "?")
-                if current is None or len(skip) > 3:
-                    break
-                continue
-            if child.wait() and current is not None and child.returncode not in (0, 1):
-                print(f"  {current:14s} child ended with {child.returncode}", flush=True)
-            status += child.returncode != 0
-            if child.returncode == 3:  # a launch failed: the context is gone, go on behind it
-                skip.append(current)
-                if len(skip) < 6:
-                    continue
-            break
-    sys.exit(1 if status else 0)
+    sys.exit(supervise(__file__, args.directory, args.what, [args.cases, args.shapes]))
 
 import torch
 

@@ -14,13 +14,11 @@ import importlib.util
 import json
 import math
 import os
-import select
-import subprocess
 import sys
-import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.environ.get("DEVICE_PY", os.path.join(HERE, "../../jfa-cuda/tests")))
+from supervise import supervise
 
 
 def parent():
@@ -31,47 +29,7 @@ def parent():
     a.add_argument("--shapes", default="")
     a.add_argument("--cases", default="")
     args = a.parse_args()
-    status = 0
-    for what in args.what:
-        skip = []
-        while True:
-            child = subprocess.Popen([sys.executable, os.path.abspath(__file__), "--child", args.directory, what, args.variants, args.cases, args.shapes,
-                                      ",".join(skip)], stdout=subprocess.PIPE, bufsize=0)
-            current, buffer, hung = None, b"", False
-            deadline = time.time() + 90
-            while True:
-                ready, _, _ = select.select([child.stdout], [], [], max(0, deadline - time.time()))
-                if not ready:
-                    hung = True
-                    break
-                data = os.read(child.stdout.fileno(), 65536)
-                if not data:
-                    break
-                buffer += data
-                while b"\n" in buffer:
-                    line, buffer = buffer.split(b"\n", 1)
-                    line = line.decode()
-                    if line.startswith("@"):
-                        current = line[1:]
-                        deadline = time.time() + (20 if what != "time" else 40)
-                    else:
-                        print(line, flush=True)
-            if hung:
-                child.kill()
-                child.wait()
-                print(f"  {current or '?':18s} HANG", flush=True)
-                status += 1
-            elif child.wait() == 3:  # a launch failed: the context is gone, go on behind it
-                status += 1
-            else:
-                status += child.returncode != 0
-                if child.returncode not in (0, 1):
-                    print(f"  {current or '?':18s} child ended with {child.returncode}", flush=True)
-                break
-            skip.append(current or "?")
-            if current is None or len(skip) > 5:
-                break
-    sys.exit(1 if status else 0)
+    sys.exit(supervise(__file__, args.directory, args.what, [args.variants, args.cases, args.shapes]))
 
 
 if __name__ == "__main__" and "--child" not in sys.argv:
