@@ -1,6 +1,6 @@
 //! What a run counts.
 
-use crate::ir::{CLASSES, Class};
+use crate::ir::{CLASSES, Class, Poll};
 
 /// Counts of a launch. Instructions are counted per warp; `thread_instructions` per lane that took part.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -41,6 +41,8 @@ pub struct Counters {
     pub barrier_waits: u64,
     /// Waits at mbarriers that found the phase incomplete.
     pub mbarrier_waits: u64,
+    /// Rounds of wait loops that found nothing changed. None of the other counts contains them.
+    pub polls: u64,
     /// CTAs that ran.
     pub ctas: u64,
 }
@@ -54,6 +56,19 @@ impl Counters {
     /// All warp instructions.
     pub fn warp_instructions(&self) -> u64 {
         self.by_class.iter().sum()
+    }
+
+    /// Takes back a round of a wait loop by `lanes` lanes of a warp that ended where it began.
+    pub(crate) fn take_back(&mut self, p: &Poll, lanes: u64) {
+        for (a, b) in self.by_class.iter_mut().zip(&p.by_class) {
+            *a -= b;
+        }
+        self.thread_instructions -= p.unguarded * lanes;
+        // Less where an access went wrong, or a generic address led elsewhere.
+        self.global_read = self.global_read.saturating_sub(p.global * lanes);
+        self.shared_read = self.shared_read.saturating_sub(p.shared * lanes);
+        self.shared_passes = self.shared_passes.saturating_sub(p.shared_loads);
+        self.polls += 1;
     }
 
     /// Every count with its name, in a fixed order.
@@ -80,6 +95,7 @@ impl Counters {
             ("tensor_memory", self.tensor_memory),
             ("barrier_waits", self.barrier_waits),
             ("mbarrier_waits", self.mbarrier_waits),
+            ("polls", self.polls),
             ("ctas", self.ctas),
         ];
         v.extend(rest.iter().map(|(n, c)| ((*n).to_string(), *c)));
@@ -112,6 +128,7 @@ impl Counters {
             tensor_memory,
             barrier_waits,
             mbarrier_waits,
+            polls,
             ctas
         );
     }

@@ -1050,6 +1050,21 @@ pub enum Op {
     Tcgen(Tcgen),
 }
 
+/// What one round of a wait loop costs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Poll {
+    /// Warp instructions by class, the branch back among them.
+    pub by_class: [u64; CLASSES],
+    /// Instructions that every lane of the loop executes.
+    pub unguarded: u64,
+    /// Bytes that a lane loads from global memory.
+    pub global: u64,
+    /// Bytes that a lane loads from shared memory.
+    pub shared: u64,
+    /// Loads from shared memory.
+    pub shared_loads: u64,
+}
+
 /// A kernel ready to run.
 #[derive(Clone, Debug)]
 pub struct Kernel {
@@ -1059,6 +1074,8 @@ pub struct Kernel {
     pub code: Vec<Inst>,
     /// For each instruction, where diverged lanes meet again after a branch at it; [`NONE`] if only at exit.
     pub reconverge: Vec<u32>,
+    /// For each branch that closes a loop which only waits, what a round of it costs.
+    pub polls: Vec<Option<Box<Poll>>>,
     /// Registers that each instruction uses: bit 31 marks a write; see `use_start`.
     pub uses: Vec<u32>,
     /// Where the uses of each instruction begin, and a last entry.

@@ -3,6 +3,7 @@
 
 mod cfg;
 mod decode;
+mod polls;
 
 use crate::ir::{Addr, Class, Dst, Inst, Kernel, NONE, Op, PSrc, Param, Src};
 use crate::ptx::{Ast, Function, Operand, PtxError, RawInst, Space, Stmt, Ty, TyKind, Var};
@@ -90,9 +91,10 @@ pub fn lower(ast: &Ast, f: &Function, symbols: &Symbols) -> Res<Kernel> {
         inst.op.visit(|r, write| uses.push(r | u32::from(write) << 31));
         use_start.push(uses.len() as u32);
     }
-    Ok(Kernel {
+    let mut kernel = Kernel {
         name: f.name.clone(),
         reconverge,
+        polls: vec![],
         code,
         uses,
         use_start,
@@ -107,7 +109,9 @@ pub fn lower(ast: &Ast, f: &Function, symbols: &Symbols) -> Res<Kernel> {
         reqntid: f.reqntid,
         maxntid: f.maxntid,
         reqnctapercluster: f.reqnctapercluster,
-    })
+    };
+    kernel.polls = polls::find(&kernel);
+    Ok(kernel)
 }
 
 struct Lower<'a> {

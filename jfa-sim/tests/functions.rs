@@ -204,3 +204,49 @@ fn runs_repeat_with_their_seed() {
     };
     assert_eq!(counts(5), counts(5));
 }
+
+/// One CTA counts to `rounds` and raises a flag, the other waits for it.
+const WAIT: &str = ".version 8.4
+.target sm_90a
+.address_size 64
+.visible .entry wait(.param .u64 flag, .param .u32 rounds) {
+.reg .b32 i, n, v; .reg .b64 f; .reg .pred p;
+ld.param.u64 f, [flag];
+ld.param.u32 n, [rounds];
+mov.u32 i, %ctaid.x;
+setp.ne.u32 p, i, 0;
+@p bra COUNT;
+WAIT:
+ld.acquire.gpu.global.u32 v, [f];
+setp.eq.u32 p, v, 0;
+@p bra WAIT;
+ret;
+COUNT:
+add.u32 i, i, 1;
+setp.le.u32 p, i, n;
+@p bra COUNT;
+st.release.gpu.global.u32 [f], n;
+ret;
+}
+";
+
+#[test]
+fn a_wait_counts_once_however_long_it_takes() {
+    let run = |rounds: u32, seed: u64| {
+        let mut m = Machine::new(Arch::Sm90, Config { seed, threads: 1, ..Config::default() });
+        let p = m.load(&Module::parse(WAIT).unwrap()).unwrap();
+        let flag = m.alloc(4);
+        m.write(flag, &[0; 4]).unwrap();
+        let r = m.launch(&p, "wait", shape([2, 1, 1], 32, 1, 0), &[flag.into(), rounds.into()]).unwrap();
+        clean(&r);
+        r.counters
+    };
+    for seed in 0..4 {
+        let (short, long) = (run(1, seed), run(100_000, seed));
+        assert!(long.polls > short.polls, "{} and {} polls", short.polls, long.polls);
+        // Three instructions of 32 lanes a round of the CTA that counts; what the other waits is not in it.
+        assert_eq!(long.thread_instructions - short.thread_instructions, 3 * 32 * 99_999);
+        assert_eq!(long.warp_instructions() - short.warp_instructions(), 3 * 99_999);
+        assert_eq!((long.global_read, short.global_read), (128, 128));
+    }
+}

@@ -23,6 +23,8 @@ enum Next {
     Wait,
     /// The next one, after others had a turn.
     Yield,
+    /// A round of a wait loop found nothing changed.
+    Polled,
 }
 
 impl<'a> Cluster<'a> {
@@ -149,6 +151,16 @@ impl<'a> Cluster<'a> {
                     self.counters.by_class[inst.class as usize] += 1;
                     self.counters.thread_instructions += u64::from(mask.count_ones());
                     return n;
+                }
+                Next::Polled => {
+                    self.counters.by_class[inst.class as usize] += 1;
+                    self.counters.thread_instructions += u64::from(mask.count_ones());
+                    if let Some(p) = &kernel.polls[pc as usize] {
+                        self.counters.take_back(p, u64::from(mask.count_ones()));
+                    }
+                    // Others had better run now, lanes of the same warp included.
+                    w.cur = (w.cur + 1) % w.frags.len().max(1);
+                    return budget;
                 }
                 Next::Retry => {
                     let cur = w.cur;
@@ -776,6 +788,9 @@ impl<'a> Cluster<'a> {
                 if mask == all {
                     w.frags[w.cur].pc = *t;
                     self.joined(w);
+                    if self.l.kernel.polls[pc as usize].is_some() {
+                        return Next::Polled;
+                    }
                 } else {
                     w.diverge(&[(*t, mask), (pc + 1, all & !mask)], self.l.kernel.reconverge[pc as usize]);
                 }

@@ -499,7 +499,9 @@ impl Lower<'_> {
             TyKind::Bf16x2 => Ty { kind: TyKind::Bf16, bits: 16 },
             _ => ty,
         };
-        let f = alu::decode_cmp(parts[1], elem, parts.contains(&"ftz")).ok_or_else(|| err(i, "unknown comparison"))?;
+        // The assembler also takes the type before the comparison (`setp.u32.eq`).
+        let f = parts[1..].iter().find_map(|p| alu::decode_cmp(p, elem, parts.contains(&"ftz")));
+        let f = f.ok_or_else(|| err(i, "unknown comparison"))?;
         let (a, b) = (self.src(i, &ops[1], ty)?, self.src(i, &ops[2], ty)?);
         if elem != ty {
             return Ok((Op::SetpX2 { f, p, q, a, b }, Class::Predicate));
