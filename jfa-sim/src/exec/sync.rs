@@ -227,6 +227,9 @@ impl Cluster<'_> {
         w.cluster_arrived = true;
         if !relaxed {
             self.cluster_know.join(&w.know);
+        } else if let Some(inits) = w.inits.take() {
+            // `fence.mbarrier_init.release.cluster` and a relaxed arrival: what the warp initialised before the fence is ordered.
+            self.cluster_know.join(&inits);
         }
         w.advance();
         let i = w.index;
@@ -293,6 +296,7 @@ impl Cluster<'_> {
             }
             Fence::MbarrierInit => {
                 w.know.fence_shared();
+                w.inits = Some(Box::new(w.know.clone()));
                 w.advance();
             }
             Fence::ProxyTensormap { acquire: true } => {

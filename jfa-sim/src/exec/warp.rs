@@ -111,6 +111,8 @@ pub(crate) struct Warp {
     pub touched: u32,
     /// What the last fence released, for strong stores and atomics after it.
     pub released: Option<Box<Knowledge>>,
+    /// What the last `fence.mbarrier_init` released, for a relaxed arrival at the cluster barrier after it.
+    pub inits: Option<Box<Knowledge>>,
     /// What strong loads saw released, for a fence after them.
     pub observed: Foreign,
     /// Products in flight, oldest first.
@@ -189,6 +191,7 @@ impl Warp {
             synced: 0,
             touched: 0,
             released: None,
+            inits: None,
             observed: Foreign::default(),
             products: VecDeque::new(),
             wg_group: 1,
