@@ -1,11 +1,9 @@
 //! The launcher over an executor that records: what would be launched, with which parameters and tensor maps. Needs no
 //! device; the bundles are the real ones.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use jfa_core::layout::Offsets;
-use jfa_core::memory::DeviceMemory;
 use jfa_core::{
     Alignment, AttentionBackend, BackwardArgs, Buffer, Call, DType, DataPtr, Error, ForwardArgs, Layout, LseView, Mask,
     Plan, Problem, Stream, TensorView,
@@ -14,146 +12,13 @@ use jfa_cuda::params::{
     BackwardParams, Finding, ForwardParams, IndexParams, ScheduleParams, SplitParams, ValidateParams, ZeroParams,
 };
 use jfa_cuda::{BUNDLES, CudaBackend};
-use jfa_driver::gpu::Entered;
-use jfa_driver::{
-    Arch, ComputeCapability, DeviceInfo, DriverError, Gpu, ImageKind, JaggedMap, KernelArg, KernelHandle, KernelInfo,
-    LaunchShape, Result, TensorMap, TensorMapSpec,
-};
+use jfa_driver::recorder::{Launched, Recorder};
+use jfa_driver::{JaggedMap, TensorMapSpec};
 
-/// A launch, as recorded.
-#[derive(Clone, Debug)]
-struct Launched {
-    kernel: String,
-    shape: LaunchShape,
-    args: Vec<Vec<u8>>,
-}
-
-impl Launched {
-    /// The last argument, as a structure.
-    fn params<T: Copy>(&self) -> T {
-        let bytes = self.args.last().unwrap();
-        assert_eq!(bytes.len(), size_of::<T>(), "{}", self.kernel);
-        // SAFETY: the size is right, and the structures are plain numbers.
-        unsafe { std::ptr::read_unaligned(bytes.as_ptr().cast()) }
-    }
-
-    /// A tensor map argument: the recorder writes the number of its specification there.
-    fn map(&self, index: usize) -> usize {
-        usize::from(self.args[index][0])
-    }
-}
-
-#[derive(Default)]
-struct Recorder {
-    devices: Vec<DeviceInfo>,
-    kernels: Mutex<Vec<String>>,
-    launches: Mutex<Vec<Launched>>,
-    fills: Mutex<Vec<(usize, u8, usize)>>,
-    maps: Mutex<Vec<TensorMapSpec>>,
-    finding: Mutex<Option<Finding>>,
-    capturing: AtomicBool,
-    waits: AtomicUsize,
-    inside: AtomicUsize,
-    readdressed: AtomicUsize,
-}
-
-impl Recorder {
-    fn new(capabilities: &[(u32, u32)]) -> Arc<Self> {
-        let devices = capabilities
-            .iter()
-            .enumerate()
-            .map(|(ordinal, &(major, minor))| DeviceInfo {
-                ordinal,
-                name: "recorder".to_owned(),
-                capability: ComputeCapability { major, minor },
-                multiprocessors: 132,
-                shared_per_block: 232_448,
-                l2_bytes: 50 << 20,
-                memory_bytes: 1 << 37,
-            })
-            .collect();
-        Arc::new(Recorder { devices, ..Recorder::default() })
-    }
-
-    fn take(&self) -> Vec<Launched> {
-        assert_eq!(self.inside.load(Ordering::SeqCst), 0, "the context was given back");
-        std::mem::take(&mut self.launches.lock().unwrap())
-    }
-
-    fn map(&self, launch: &Launched, index: usize) -> TensorMapSpec {
-        self.maps.lock().unwrap()[launch.map(index)]
-    }
-}
-
-impl Gpu for Recorder {
-    fn description(&self) -> String {
-        "recorder".to_owned()
-    }
-    fn devices(&self) -> &[DeviceInfo] {
-        &self.devices
-    }
-    fn image_kind(&self) -> ImageKind {
-        ImageKind::Cubin
-    }
-    fn enter(&self, stream: Stream) -> Result<Entered> {
-        self.inside.fetch_add(1, Ordering::SeqCst);
-        Ok(Entered { device: stream.0.addr(), pushed: true })
-    }
-    fn leave(&self, _: Entered) {
-        self.inside.fetch_sub(1, Ordering::SeqCst);
-    }
-    fn load(&self, _: usize, _: Arch, kernel: &KernelInfo, image: &[u8]) -> Result<KernelHandle> {
-        assert!(image.starts_with(b"\x7fELF"));
-        let mut kernels = self.kernels.lock().unwrap();
-        kernels.push(kernel.name.clone());
-        Ok(KernelHandle(kernels.len() - 1))
-    }
-    fn encode(&self, spec: &TensorMapSpec) -> Result<TensorMap> {
-        let mut maps = self.maps.lock().unwrap();
-        maps.push(*spec);
-        let mut words = [0; 16];
-        words[0] = maps.len() as u64 - 1;
-        Ok(TensorMap(words))
-    }
-    fn readdress(&self, map: &TensorMap, address: DataPtr) -> Option<Result<TensorMap>> {
-        let spec = self.maps.lock().unwrap()[usize::try_from(map.0[0]).unwrap()];
-        self.readdressed.fetch_add(1, Ordering::SeqCst);
-        Some(self.encode(&TensorMapSpec { address: address.addr() as u64, ..spec }))
-    }
-    unsafe fn launch(&self, _: Stream, kernel: KernelHandle, shape: &LaunchShape, args: &[KernelArg]) -> Result<()> {
-        let bytes = |a: &KernelArg| {
-            // SAFETY: an argument lives until the launch returns.
-            unsafe { std::slice::from_raw_parts(a.as_ptr().cast::<u8>(), a.bytes()) }.to_vec()
-        };
-        self.launches.lock().unwrap().push(Launched {
-            kernel: self.kernels.lock().unwrap()[kernel.0].clone(),
-            shape: *shape,
-            args: args.iter().map(bytes).collect(),
-        });
-        Ok(())
-    }
-    unsafe fn fill(&self, _: Stream, to: DataPtr, value: u8, bytes: usize) -> Result<()> {
-        self.fills.lock().unwrap().push((to.addr(), value, bytes));
-        Ok(())
-    }
-    unsafe fn copy_to_host(&self, _: Stream, to: &mut [u8], _: DataPtr) -> Result<()> {
-        let finding =
-            self.finding.lock().unwrap().unwrap_or(Finding { array: 0, reserved: 0, index: 0, value: 0, limit: 0 });
-        // SAFETY: a finding is plain numbers.
-        let bytes = unsafe { std::slice::from_raw_parts((&raw const finding).cast::<u8>(), size_of::<Finding>()) };
-        to.copy_from_slice(bytes);
-        Ok(())
-    }
-    fn synchronize(&self, _: Stream) -> Result<()> {
-        self.waits.fetch_add(1, Ordering::SeqCst);
-        Ok(())
-    }
-    fn is_capturing(&self, _: Stream) -> Result<bool> {
-        Ok(self.capturing.load(Ordering::SeqCst))
-    }
-    fn memory(self: Arc<Self>, _: usize) -> Result<Arc<dyn DeviceMemory>> {
-        Err(DriverError::Unavailable("a recorder has no memory".to_owned()))
-    }
+/// The last argument of a launch, as a structure.
+fn params<T: Copy>(launch: &Launched) -> T {
+    // SAFETY: the parameters of kernels are plain numbers.
+    unsafe { launch.params() }
 }
 
 fn at(address: usize) -> DataPtr {
@@ -219,12 +84,12 @@ fn self_attention() {
     let layout = Layout::jagged(1000, offsets(0x100), offsets(0x200));
     let args = forward_args(&problem, problem.total_kv);
     let launches = run(&gpu, &plan, &layout, &args);
-    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    let names: Vec<_> = launches.iter().map(Launched::name).collect();
     assert_eq!(names, ["schedule", "forward_128_bf16"]);
 
     let s = &launches[0];
     assert_eq!((s.shape.grid, s.shape.threads, s.shape.cluster), ([8, 1, 1], 512, None));
-    let p: ScheduleParams = s.params();
+    let p: ScheduleParams = params(s);
     assert_eq!((p.q_offsets, p.kv_offsets, p.q_lengths, p.kv_lengths, p.kv_index), (0x100, 0x200, 0, 0, 0));
     assert_eq!((p.batch, p.kv_batch, p.total_q, p.total_kv), (1000, 1000, 147_000, 147_000));
     assert_eq!((p.broadcast_q_len, p.forward_rows, p.forward_kv_tile, p.merge_shared_kv), (-1, 128, 128, 0));
@@ -238,13 +103,13 @@ fn self_attention() {
     let f = &launches[1];
     assert_eq!((f.shape.grid, f.shape.threads, f.shape.cluster), ([132, 1, 1], 384, None));
     assert!(f.shape.shared_bytes > 200_000);
-    let p: ForwardParams = f.params();
+    let p: ForwardParams = params(f);
     assert_eq!((p.header, p.sequences, p.units), (0x7000_0000, 0x7000_0100, 0x7000_0100 + 1152 * 32));
     assert_eq!((p.lse, p.lse_head_stride, p.o_rows), (0x5000_0000, 147_000, 147_000));
     assert_eq!(p.queue, 0x6000_0000);
     assert!(p.queue_key % 2 == 1 && p.queue_key > 1);
-    assert!(gpu.fills.lock().unwrap().is_empty(), "a forward is one launch");
-    let again: ForwardParams = run(&gpu, &plan, &layout, &args)[1].params();
+    assert!(gpu.take_fills().is_empty(), "a forward is one launch");
+    let again: ForwardParams = params(&run(&gpu, &plan, &layout, &args)[1]);
     assert_ne!(again.queue_key, p.queue_key);
     assert_eq!(plan.requirements().forward_bytes, 256);
     assert_eq!((p.heads, p.group, p.packed_log2, p.has_prescale), (4, 1, 0, 0));
@@ -278,7 +143,7 @@ fn fewer_rows_and_strides_of_the_call_are_what_the_maps_describe() {
     assert_eq!(spec.address, 0x1000_0100);
     assert_eq!(spec.dims, [64, 1 << 25, 301, 2, (1 << 25) + 1]);
     assert_eq!(spec.strides, [768, 768, 128, (1 << 39) - 768]);
-    let p: ForwardParams = launches[1].params();
+    let p: ForwardParams = params(&launches[1]);
     assert_eq!((p.o_rows, p.lse_head_stride), (300, 1000));
 }
 
@@ -289,7 +154,7 @@ fn tensors_that_differ_in_their_address_alone_share_a_map() {
     let plan = plan_on(&gpu, &problem, false).unwrap();
     let layout = Layout::jagged(8, offsets(0x100), offsets(0x200));
     let mut args = forward_args(&problem, 1000);
-    let counts = || (gpu.maps.lock().unwrap().len(), gpu.readdressed.load(Ordering::SeqCst));
+    let counts = || gpu.maps_made();
     let specs = |args: &ForwardArgs| {
         let launches = run(&gpu, &plan, &layout, args);
         (0..4).map(|i| gpu.map(&launches[1], i)).collect::<Vec<_>>()
@@ -325,10 +190,10 @@ fn groups_are_packed_into_rows() {
         let plan = plan_on(&gpu, &problem, false).unwrap();
         let launches =
             run(&gpu, &plan, &Layout::jagged(100, offsets(0x100), offsets(0x200)), &forward_args(&problem, 10_000));
-        let s: ScheduleParams = launches[0].params();
+        let s: ScheduleParams = params(&launches[0]);
         assert_eq!(s.forward_rows, 128 >> packed);
         assert_eq!(i64::from(s.forward_capacity), 10_000 / i64::from(s.forward_rows) + 100);
-        let p: ForwardParams = launches[1].params();
+        let p: ForwardParams = params(&launches[1]);
         assert_eq!(p.packed_log2.cast_unsigned(), packed);
         assert_eq!(i64::from(p.group), heads_q / heads_kv);
         assert_eq!(i64::from(p.heads), if packed > 0 { heads_kv } else { heads_q });
@@ -362,11 +227,11 @@ fn masks_scales_and_index_types() {
         layout.q_lengths = Some(at(0x300));
         layout.kv_lengths = Some(at(0x400));
         let launches = run(&gpu, &plan, &layout, &forward_args(&problem, 1000));
-        let s: ScheduleParams = launches[0].params();
+        let s: ScheduleParams = params(&launches[0]);
         assert_eq!((s.mask.left, s.mask.right, s.mask.bottom_right), expected, "{mask}");
         assert_eq!((s.q_offsets_are_64bit, s.kv_offsets_are_64bit), (1, 0));
         assert_eq!((s.q_lengths, s.kv_lengths), (0x300, 0x400));
-        let f: ForwardParams = launches[1].params();
+        let f: ForwardParams = params(&launches[1]);
         assert_eq!((f.mask.left, f.mask.right, f.mask.bottom_right), expected, "{mask}");
     }
     for (scale, scale_log2, prescale, has) in [
@@ -378,7 +243,7 @@ fn masks_scales_and_index_types() {
         let plan = plan_on(&gpu, &problem, false).unwrap();
         let launches =
             run(&gpu, &plan, &Layout::jagged(10, offsets(0x100), offsets(0x200)), &forward_args(&problem, 1000));
-        let f: ForwardParams = launches[1].params();
+        let f: ForwardParams = params(&launches[1]);
         assert_eq!(
             (f.scale_log2.to_bits(), f.prescale.to_bits(), f.has_prescale),
             (scale_log2.to_bits(), prescale.to_bits(), has)
@@ -392,7 +257,7 @@ fn broadcast_and_shared_keys() {
     let problem = Problem::builder(DType::BF16, 2, 128).capacity(1000, 0, 9000).broadcast_query(32).build().unwrap();
     let plan = plan_on(&gpu, &problem, false).unwrap();
     let launches = run(&gpu, &plan, &Layout::broadcast(900, offsets(0x200)), &forward_args(&problem, 9000));
-    let s: ScheduleParams = launches[0].params();
+    let s: ScheduleParams = params(&launches[0]);
     assert_eq!((s.q_offsets, s.broadcast_q_len, s.total_q, s.forward_capacity), (0, 32, 32_000, 1000));
     assert_eq!(gpu.map(&launches[1], 0).dims[2], 33);
     assert_eq!(gpu.map(&launches[1], 3).dims[2], 32_001);
@@ -405,7 +270,7 @@ fn broadcast_and_shared_keys() {
         layout.kv_batch = 60;
         layout.kv_index = Some(at(0x500));
         let launches = run(&gpu, &plan, &layout, &forward_args(&problem, 9000));
-        launches[0].params::<ScheduleParams>()
+        params::<ScheduleParams>(&launches[0])
     };
     let s = shared(Mask::Full);
     assert_eq!((s.kv_index, s.batch, s.kv_batch, s.merge_shared_kv), (0x500, 1000, 60, 1));
@@ -433,7 +298,7 @@ fn head_dims_go_to_the_narrowest_kernel_that_is_wide_enough() {
         let launches =
             run(&gpu, &plan, &Layout::jagged(10, offsets(0x100), offsets(0x200)), &forward_args(&problem, 100));
         let forward = launches.last().unwrap();
-        let name = forward.kernel.clone();
+        let name = forward.name().to_owned();
         let width: i64 = name.strip_prefix("forward_").unwrap().strip_suffix("_f16").unwrap().parse().unwrap();
         assert!(width >= dim.max(dim_v), "{name} for {dim}, {dim_v}");
         assert_eq!(gpu.map(forward, 0).dims[0], dim.unsigned_abs());
@@ -455,10 +320,10 @@ fn a_variant_is_used_where_it_exists_and_never_replaced() {
     let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
     for (dim, kernel) in [(32, "forward_g1_64_bf16"), (128, "forward_g1_128_bf16")] {
         let plan = Plan::new(backend.clone(), &problem(dim)).unwrap();
-        assert_eq!(run(&gpu, &plan, &layout, &forward_args(&problem(dim), 100))[1].kernel, kernel);
+        assert_eq!(run(&gpu, &plan, &layout, &forward_args(&problem(dim), 100))[1].name(), kernel);
         // It has no backward of its own.
         let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem(dim), 100)).unwrap();
-        assert_eq!(launches[0].kernel, kernel.replace("forward_g1", "backward"));
+        assert_eq!(launches[0].name(), kernel.replace("forward_g1", "backward"));
     }
     let e = Plan::new(backend, &problem(256)).unwrap_err().to_string();
     assert!(e.contains("'cuda:g1' lacks head_dim 256 (has multiples of 8 in 8..=128)"), "{e}");
@@ -511,10 +376,10 @@ fn unused_rows_are_zeroed_first() {
     layout.q_lengths = Some(at(0x300));
     let args = forward_args(&problem, 1000);
     let launches = run(&gpu, &plan, &layout, &args);
-    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    let names: Vec<_> = launches.iter().map(Launched::name).collect();
     assert_eq!(names[..2], ["schedule", "zero_rows"]);
     assert!(names[2].starts_with("forward_"));
-    let z: ZeroParams = launches[1].params();
+    let z: ZeroParams = params(&launches[1]);
     assert_eq!((z.offsets, z.lengths, z.sequences, z.rows), (0x100, 0x300, 10, 1000));
     assert_eq!((z.tensors[0].data, z.tensors[0].row_bytes, z.tensors[0].head_bytes), (0x4000_0000, 256, 128));
     assert_eq!((z.tensors[0].heads, z.tensors[0].vectors, z.tensors[1].data), (2, 8, 0));
@@ -524,7 +389,7 @@ fn unused_rows_are_zeroed_first() {
     let empty = Layout { batch: 0, kv_batch: 0, q_lengths: None, ..layout };
     let launches = run(&gpu, &plan, &empty, &args);
     assert_eq!(launches.len(), 1);
-    assert_eq!(launches[0].params::<ZeroParams>().sequences, 0);
+    assert_eq!(params::<ZeroParams>(&launches[0]).sequences, 0);
 }
 
 #[test]
@@ -540,10 +405,10 @@ fn validation_waits_and_names_the_first_bad_entry() {
     let build = || unsafe { plan.build_schedule(&layout, schedule, Stream::DEFAULT) };
     build().unwrap();
     let launches = gpu.take();
-    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    let names: Vec<_> = launches.iter().map(Launched::name).collect();
     assert_eq!(names, ["validate", "schedule", "backward_index"]);
-    assert_eq!(gpu.waits.load(Ordering::SeqCst), 1);
-    let v: ValidateParams = launches[0].params();
+    assert_eq!(gpu.waits(), 1);
+    let v: ValidateParams = params(&launches[0]);
     assert_eq!((v.batch, v.kv_batch, v.total_q, v.total_kv, v.finding), (10, 20, 1000, 2000, 0x7000_0000));
 
     for (array, index, value, limit, words) in [
@@ -554,18 +419,18 @@ fn validation_waits_and_names_the_first_bad_entry() {
         (4, 2, 9, 5, "kv_lengths[2] = 9: must lie between 0 and the 5 rows of its slot"),
         (5, 4, 20, 20, "kv_index[4] = 20: must lie between 0 and kv_batch = 20"),
     ] {
-        *gpu.finding.lock().unwrap() = Some(Finding { array, reserved: 0, index, value, limit });
+        gpu.answer(&Finding { array, reserved: 0, index, value, limit });
         assert_eq!(build().unwrap_err().to_string(), words);
         let launches = gpu.take();
         assert_eq!(launches.len(), 1, "nothing is launched after a bad entry");
     }
 
     // A capture cannot wait: the check is left out, the schedule is not.
-    gpu.capturing.store(true, Ordering::SeqCst);
-    let waits = gpu.waits.load(Ordering::SeqCst);
+    gpu.set_capturing(true);
+    let waits = gpu.waits();
     build().unwrap();
     assert_eq!(gpu.take().len(), 2);
-    assert_eq!(gpu.waits.load(Ordering::SeqCst), waits);
+    assert_eq!(gpu.waits(), waits);
 }
 
 /// Arguments of a backward over whole buffers.
@@ -608,7 +473,7 @@ fn backward_launches_workspace_and_schedule() {
         run(&gpu, &plan, &layout, &forward_args(&problem, 8000));
         // SAFETY: the recorder follows no address.
         unsafe { plan.build_schedule(&layout, schedule_buffer(&plan), Stream::DEFAULT) }.unwrap();
-        let s: ScheduleParams = gpu.take()[0].params();
+        let s: ScheduleParams = params(&gpu.take()[0]);
         assert_eq!((s.backward_rows, i64::from(s.backward_q_tile)), (256, q_tile), "two tiles of a pair of blocks");
         assert_eq!(s.backward_capacity, 8000 / 256 + 100);
         assert_eq!(s.backward_share, 66);
@@ -616,12 +481,12 @@ fn backward_launches_workspace_and_schedule() {
         let end = s.backward_list + 8 * s.backward_capacity as u64;
         assert!(end <= 0x7000_0000 + plan.requirements().schedule_bytes as u64);
 
-        gpu.fills.lock().unwrap().clear();
+        gpu.take_fills();
         let args = backward_args(&problem, 8000);
         let launches = run_backward(&gpu, &plan, &layout, &args).unwrap();
         assert_eq!(launches.len(), 1);
         let l = &launches[0];
-        assert_eq!(l.kernel, format!("backward_{dim}_bf16"));
+        assert_eq!(l.name(), format!("backward_{dim}_bf16"));
         assert_eq!((l.shape.grid, l.shape.threads, l.shape.cluster), ([132, 1, 1], 384, Some([2, 1, 1])));
         let names: Vec<_> = (0..8).map(|i| gpu.map(l, i).tensor).collect();
         assert_eq!(names, ["q", "k", "v", "o", "d_o", "dq", "dk", "dv"]);
@@ -629,12 +494,12 @@ fn backward_launches_workspace_and_schedule() {
         assert_eq!(addresses, [0x10, 0x20, 0x30, 0x40, 0x48, 0x18, 0x28, 0x38]);
         assert_eq!((gpu.map(l, 4).box_dims[1], gpu.map(l, 5).box_dims[1]), (64, 16));
 
-        let p: BackwardParams = l.params();
+        let p: BackwardParams = params(l);
         let blocks = 9000 / q_tile + 100;
         assert_eq!((i64::from(p.blocks), p.broadcast, p.heads_kv, p.group, p.ctas), (blocks, 0, 2, 2, 132));
         assert_eq!((p.control, p.units), (0x6000_0000, s.backward_list));
         let control = usize::try_from(128 + 8 * 4 * blocks).unwrap();
-        assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, control)], "flags start at zero");
+        assert_eq!(gpu.take_fills(), [(0x6000_0000, 0, control)], "flags start at zero");
         assert_eq!(p.partial, 0x6000_0000 + control.next_multiple_of(256) as u64);
         let needed = p.partial - 0x6000_0000 + 4 * blocks.unsigned_abs() * 33_792;
         assert_eq!(plan.requirements().backward_bytes as u64, needed);
@@ -655,7 +520,7 @@ fn backward_of_short_keys_broadcast_queries_and_empty_sides() {
     let plan = plan_on(&gpu, &problem, false).unwrap();
     let layout = Layout::jagged(100, offsets(0x100), offsets(0x200));
     let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 256)).unwrap();
-    assert_eq!(launches[0].params::<BackwardParams>().partial, 0);
+    assert_eq!(params::<BackwardParams>(&launches[0]).partial, 0);
     assert_eq!(plan.requirements().backward_bytes, usize::next_multiple_of(128 + 8 * 2 * (9000 / 64 + 100), 256));
 
     // A broadcast query: a sum per block of the grid, added up by a second kernel.
@@ -663,9 +528,9 @@ fn backward_of_short_keys_broadcast_queries_and_empty_sides() {
     let plan = plan_on(&gpu, &problem, false).unwrap();
     let layout = Layout::broadcast(100, offsets(0x200));
     let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 8000)).unwrap();
-    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    let names: Vec<_> = launches.iter().map(Launched::name).collect();
     assert_eq!(names, ["backward_broadcast_128_f16", "backward_reduce_128_f16"]);
-    let p: BackwardParams = launches[1].params();
+    let p: BackwardParams = params(&launches[1]);
     assert_eq!((p.blocks, p.broadcast), (2, 100));
     assert_eq!((launches[1].shape.grid, launches[1].shape.threads), ([4 * 2 * 8, 1, 1], 256));
     // 132 blocks over 4 heads are 33 slices.
@@ -696,9 +561,9 @@ fn backward_zeroes_unused_rows_of_both_sides() {
     let plan = plan_on(&gpu, &problem, false).unwrap();
     let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
     let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem, 2000)).unwrap();
-    let names: Vec<_> = launches.iter().map(|l| l.kernel.as_str()).collect();
+    let names: Vec<_> = launches.iter().map(Launched::name).collect();
     assert_eq!(names, ["zero_rows", "zero_rows", "backward_128_bf16"]);
-    let (q, kv): (ZeroParams, ZeroParams) = (launches[0].params(), launches[1].params());
+    let (q, kv): (ZeroParams, ZeroParams) = (params(&launches[0]), params(&launches[1]));
     assert_eq!((q.offsets, q.rows, q.tensors[0].data, q.tensors[1].data, q.lse), (0x100, 1000, 0x1800_0000, 0, 0));
     assert_eq!((kv.offsets, kv.rows, kv.tensors[0].data, kv.tensors[1].data), (0x200, 2000, 0x2800_0000, 0x3800_0000));
 }
@@ -716,7 +581,7 @@ fn what_lacks_a_backward_keeps_its_forward() {
     assert!(e.to_string().contains("partial sums"), "{e}");
     // SAFETY: the recorder follows no address.
     unsafe { plan.build_schedule(&layout, schedule_buffer(&plan), Stream::DEFAULT) }.unwrap();
-    assert_eq!(gpu.take()[0].params::<ScheduleParams>().backward_list, 0);
+    assert_eq!(params::<ScheduleParams>(&gpu.take()[0]).backward_list, 0);
 }
 
 #[test]
@@ -727,7 +592,7 @@ fn devices_without_kernels_are_named() {
     let e = make(&[(8, 0)], None);
     assert!(matches!(&e, Error::Unavailable { name, .. } if name == "cuda"));
     assert!(
-        e.to_string().contains("no kernels for device 0 (recorder, compute capability 8.0); compiled in: sm_90a"),
+        e.to_string().contains("no kernels for device 0 (recorder 0, compute capability 8.0); compiled in: sm_90a"),
         "{e}"
     );
     // What there is for each architecture, and what not.
@@ -760,9 +625,9 @@ fn run_split(gpu: &Recorder, plan: &Plan, layout: &Layout, args: &BackwardArgs, 
     // SAFETY: the recorder follows no address.
     unsafe { plan.build_schedule(layout, schedule_buffer(plan), Stream::DEFAULT) }.unwrap();
     let mut launches = gpu.take();
-    gpu.fills.lock().unwrap().clear();
+    gpu.take_fills();
     launches.extend(run_backward(gpu, plan, layout, args).unwrap());
-    assert_eq!(launches.iter().map(|l| l.kernel.as_str()).collect::<Vec<_>>(), expected);
+    assert_eq!(launches.iter().map(Launched::name).collect::<Vec<_>>(), expected);
     launches
 }
 
@@ -791,9 +656,9 @@ fn shared_keys_take_the_split_backward() {
     );
 
     // No list of its own in the schedule; the index stands behind it.
-    let s: ScheduleParams = launches[0].params();
+    let s: ScheduleParams = params(&launches[0]);
     assert_eq!((s.backward_list, s.forward_rows), (0, 32));
-    let i: IndexParams = launches[1].params();
+    let i: IndexParams = params(&launches[1]);
     assert_eq!((launches[1].shape.grid, launches[1].shape.threads), ([1, 1, 1], 1024));
     assert_eq!((i.schedule, i.sequences), (0x7000_0000, s.sequences));
     assert_eq!((i.kv_offsets, i.kv_lengths, i.total_kv), (0x200, 0x400, 8000));
@@ -810,7 +675,7 @@ fn shared_keys_take_the_split_backward() {
     assert!(ends.iter().zip(&starts).all(|(end, next)| end <= next), "{ends:?} {starts:?}");
     assert!(ends[5] <= 0x7000_0000 + plan.requirements().schedule_bytes as u64);
 
-    let p: SplitParams = launches[2].params();
+    let p: SplitParams = params(&launches[2]);
     assert_eq!(launches[2].args, {
         let mut other = launches[3].args.clone();
         other[..4].clone_from_slice(&launches[2].args[..4]);
@@ -835,7 +700,7 @@ fn shared_keys_take_the_split_backward() {
     assert_eq!((p.vectors_qk, p.vectors_v, p.q_rows, p.o_rows, p.kv_rows), (16, 16, 9000, 9000, 8000));
     assert_eq!((p.broadcast, p.pairs, p.slices, p.partial), (0, 0, 0, 0));
     assert_eq!((p.control, p.statistics), (0x6000_0000, 0x6000_0100));
-    assert_eq!(*gpu.fills.lock().unwrap(), [(0x6000_0000, 0, 256)], "the counters start at zero");
+    assert_eq!(gpu.take_fills(), [(0x6000_0000, 0, 256)], "the counters start at zero");
     let statistics = 512 * p.heads.unsigned_abs() as usize * p.blocks.unsigned_abs() as usize;
     assert_eq!(plan.requirements().backward_bytes, 256 + statistics);
 }
@@ -854,8 +719,8 @@ fn wide_heads_take_the_split_backward() {
             &backward_args(&problem, 8000),
             &["schedule", "backward_index", "backward_dq_256_f16", "backward_dkdv_256_f16"],
         );
-        assert_eq!(launches[1].params::<IndexParams>().capacity, 8000 / 64 + 100);
-        let p: SplitParams = launches[3].params();
+        assert_eq!(params::<IndexParams>(&launches[1]).capacity, 8000 / 64 + 100);
+        let p: SplitParams = params(&launches[3]);
         assert_eq!((i64::from(p.vectors_qk), i64::from(p.vectors_v)), (dim / 8, dim_v / 8));
     }
 
@@ -869,7 +734,7 @@ fn wide_heads_take_the_split_backward() {
         &backward_args(&problem, 8000),
         &["schedule", "backward_index", "backward_dq_256_bf16", "backward_dkdv_256_bf16", "backward_dq_sum_256_bf16"],
     );
-    let p: SplitParams = launches[4].params();
+    let p: SplitParams = params(&launches[4]);
     assert_eq!((p.broadcast, p.pairs, p.slices, p.blocks, p.q_rows, p.o_rows), (32, 1, 44, 150, 32, 3200));
     assert_eq!((launches[4].shape.grid, launches[4].shape.threads), ([3 * 32, 1, 1], 256));
     let statistics = 512 * 3 * 150;

@@ -23,6 +23,8 @@ pub mod cuda;
 pub mod error;
 pub mod gpu;
 pub mod kernels;
+#[cfg(feature = "recorder")]
+pub mod recorder;
 pub mod schedule;
 pub mod tensor_map;
 

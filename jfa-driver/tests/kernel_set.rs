@@ -1,104 +1,12 @@
 //! Loading, choosing and launching through the seam, with an executor that only records.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::Barrier;
 
-use jfa_core::memory::DeviceMemory;
 use jfa_core::{DType, DataPtr, Stream, TensorView};
 use jfa_driver::bundle::{ImageRange, Parameter, ParameterKind, Promise, Resources};
-use jfa_driver::gpu::Entered;
-use jfa_driver::{
-    Arch, Bundle, ComputeCapability, DeviceInfo, DriverError, Gpu, ImageKind, KernelArg, KernelHandle, KernelInfo,
-    KernelSet, LaunchShape, Result, Scope, TensorMap, TensorMapSpec,
-};
-
-/// Records what it is asked to do.
-struct Recorder {
-    devices: Vec<DeviceInfo>,
-    loads: Mutex<Vec<(usize, String, Vec<u8>)>>,
-    launches: Mutex<Vec<(KernelHandle, LaunchShape, Vec<usize>)>>,
-    depth: AtomicUsize,
-    fail_load: AtomicUsize,
-}
-
-impl Recorder {
-    fn new(capabilities: &[(u32, u32)]) -> Arc<Self> {
-        let devices = capabilities
-            .iter()
-            .enumerate()
-            .map(|(ordinal, &(major, minor))| DeviceInfo {
-                ordinal,
-                name: format!("recorder {ordinal}"),
-                capability: ComputeCapability { major, minor },
-                multiprocessors: 2,
-                shared_per_block: 232_448,
-                l2_bytes: 1 << 20,
-                memory_bytes: 1 << 30,
-            })
-            .collect();
-        Arc::new(Recorder {
-            devices,
-            loads: Mutex::default(),
-            launches: Mutex::default(),
-            depth: AtomicUsize::new(0),
-            fail_load: AtomicUsize::new(0),
-        })
-    }
-}
-
-impl Gpu for Recorder {
-    fn description(&self) -> String {
-        "recorder".to_owned()
-    }
-    fn devices(&self) -> &[DeviceInfo] {
-        &self.devices
-    }
-    fn image_kind(&self) -> ImageKind {
-        ImageKind::Cubin
-    }
-    /// Stream number n is on device n.
-    fn enter(&self, stream: Stream) -> Result<Entered> {
-        self.depth.fetch_add(1, Ordering::SeqCst);
-        Ok(Entered { device: stream.0.addr(), pushed: true })
-    }
-    fn leave(&self, entered: Entered) {
-        assert!(entered.pushed);
-        self.depth.fetch_sub(1, Ordering::SeqCst);
-    }
-    fn load(&self, device: usize, _: Arch, kernel: &KernelInfo, image: &[u8]) -> Result<KernelHandle> {
-        if self.fail_load.load(Ordering::SeqCst) > 0 {
-            self.fail_load.fetch_sub(1, Ordering::SeqCst);
-            return Err(DriverError::Call { call: "load", reason: "refused".to_owned() });
-        }
-        let mut loads = self.loads.lock().unwrap();
-        loads.push((device, kernel.name.clone(), image.to_vec()));
-        Ok(KernelHandle(loads.len()))
-    }
-    fn encode(&self, _: &TensorMapSpec) -> Result<TensorMap> {
-        Ok(TensorMap::UNUSED)
-    }
-    unsafe fn launch(&self, _: Stream, kernel: KernelHandle, shape: &LaunchShape, args: &[KernelArg]) -> Result<()> {
-        let sizes = args.iter().map(KernelArg::bytes).collect();
-        self.launches.lock().unwrap().push((kernel, *shape, sizes));
-        Ok(())
-    }
-    unsafe fn fill(&self, _: Stream, _: DataPtr, _: u8, _: usize) -> Result<()> {
-        Ok(())
-    }
-    unsafe fn copy_to_host(&self, _: Stream, _: &mut [u8], _: DataPtr) -> Result<()> {
-        Ok(())
-    }
-    fn synchronize(&self, _: Stream) -> Result<()> {
-        Ok(())
-    }
-    fn is_capturing(&self, _: Stream) -> Result<bool> {
-        Ok(false)
-    }
-    fn memory(self: Arc<Self>, _: usize) -> Result<Arc<dyn DeviceMemory>> {
-        Err(DriverError::Unavailable("a recorder has no memory".to_owned()))
-    }
-}
+use jfa_driver::recorder::Recorder;
+use jfa_driver::{Bundle, ImageKind, KernelArg, KernelInfo, KernelSet, LaunchShape, Scope, TensorMap};
 
 fn kernel(name: &str, cluster: [u32; 3]) -> KernelInfo {
     KernelInfo {
@@ -154,8 +62,8 @@ fn each_device_gets_its_architecture() {
     for (device, image) in [(0, 1u8), (1, 2), (3, 3)] {
         let scope = Scope::enter(&*gpu, stream(device)).unwrap();
         set.get(&scope, 0).unwrap();
-        let loads = gpu.loads.lock().unwrap();
-        assert_eq!(loads.last().unwrap(), &(device, "one".to_owned(), vec![image; 100]));
+        let last = gpu.loaded().pop().unwrap();
+        assert_eq!((last.device, last.kernel.name.as_str(), last.image), (device, "one", vec![image; 100]));
     }
     let e = set.bundle(2).err().unwrap().to_string();
     let kinds = "(one, two; no forward)";
@@ -185,19 +93,17 @@ fn a_kernel_is_loaded_once_however_many_threads_ask() {
             });
         }
     });
-    let mut loads: Vec<_> = gpu.loads.lock().unwrap().iter().map(|l| (l.0, l.1.clone())).collect();
+    let mut loads: Vec<_> = gpu.loaded().into_iter().map(|l| (l.device, l.kernel.name)).collect();
     loads.sort();
-    let expected: Vec<_> =
-        [(0, "one"), (0, "two"), (1, "one"), (1, "two")].map(|(d, n)| (d, n.to_owned())).into_iter().collect();
-    assert_eq!(loads, expected);
-    assert_eq!(gpu.depth.load(Ordering::SeqCst), 0, "every context that was entered has been left");
+    assert_eq!(loads, [(0, "one"), (0, "two"), (1, "one"), (1, "two")].map(|(d, n)| (d, n.to_owned())));
+    assert!(gpu.take().is_empty());
 }
 
 #[test]
 fn a_failed_load_is_reported_and_tried_again() {
     let gpu = Recorder::new(&[(9, 0)]);
     let set = KernelSet::new(gpu.clone(), "test", &[bundle(ImageKind::Cubin, "sm_90a", 1)]).unwrap();
-    gpu.fail_load.store(1, Ordering::SeqCst);
+    gpu.refuse_loads(1);
     let scope = Scope::enter(&*gpu, stream(0)).unwrap();
     assert_eq!(set.get(&scope, 0).err().unwrap().to_string(), "load failed: refused");
     set.get(&scope, 0).unwrap();
@@ -213,7 +119,8 @@ fn launches_follow_the_manifest() {
     let args = [KernelArg::new(&map), KernelArg::new(&n)];
     // SAFETY: nothing runs.
     unsafe { two.launch(&scope, [4, 1, 1], &args) }.unwrap();
-    let launches = gpu.launches.lock().unwrap();
+    drop(scope);
+    let launches = gpu.take();
     let shape = LaunchShape {
         grid: [4, 1, 1],
         threads: 384,
@@ -221,10 +128,11 @@ fn launches_follow_the_manifest() {
         cluster: Some([2, 1, 1]),
         programmatic: true,
     };
-    assert_eq!(launches[0].1, shape);
-    assert_eq!(launches[0].2, [128, 4]);
-    drop(launches);
+    assert_eq!(launches.len(), 1);
+    assert_eq!((launches[0].name(), launches[0].shape), ("two", shape));
+    assert_eq!((launches[0].args[0].len(), launches[0].int("n")), (128, 8));
 
+    let scope = Scope::enter(&*gpu, stream(0)).unwrap();
     let refuse = |grid: [u32; 3], args: &[KernelArg], words: &str| {
         // SAFETY: nothing runs.
         let e = unsafe { two.launch(&scope, grid, args) }.unwrap_err().to_string();
@@ -238,7 +146,8 @@ fn launches_follow_the_manifest() {
     refuse([2, 1, 1], &[KernelArg::new(&map), KernelArg::new(&odd)], words);
     let wide = 5i64;
     refuse([2, 1, 1], &[KernelArg::new(&map), KernelArg::new(&wide)], "argument 'n' has 8 bytes, the kernel expects 4");
-    assert_eq!(gpu.launches.lock().unwrap().len(), 1, "nothing was launched by the refused calls");
+    drop(scope);
+    assert!(gpu.take().is_empty(), "nothing was launched by the refused calls");
 }
 
 #[test]

@@ -2,167 +2,23 @@
 //! the bundles are the real ones.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use jfa_core::layout::Offsets;
-use jfa_core::memory::DeviceMemory;
 use jfa_core::{
     Alignment, AttentionBackend, BackwardArgs, Buffer, Call, DType, DataPtr, Error, ForwardArgs, Layout, LseView, Mask,
     Plan, Problem, Stream, TensorView,
 };
 use jfa_driver::bundle::{ParameterKind, Promise};
-use jfa_driver::gpu::Entered;
+use jfa_driver::recorder::{Launched, Recorder};
 use jfa_driver::schedule::params::{ScheduleParams, ZeroParams};
-use jfa_driver::{
-    Arch, Bundle, ComputeCapability, DeviceInfo, DriverError, Gpu, ImageKind, KernelArg, KernelHandle, KernelInfo,
-    LaunchShape, Result, TensorMap, TensorMapSpec,
-};
+use jfa_driver::{Arch, Bundle, ImageKind, KernelInfo};
 use jfa_tlx::{BUNDLES, GENERATIONS, TlxBackend};
 
-/// A launch, as recorded.
-#[derive(Clone, Debug)]
-struct Launched {
-    kernel: KernelInfo,
-    shape: LaunchShape,
-    args: Vec<Vec<u8>>,
-}
-
-impl Launched {
-    fn name(&self) -> &str {
-        &self.kernel.name
-    }
-
-    /// The argument of a parameter.
-    fn bytes(&self, parameter: &str) -> &[u8] {
-        let index = self.kernel.parameters.iter().position(|p| p.name == parameter);
-        &self.args[index.unwrap_or_else(|| panic!("{} has no {parameter}", self.kernel.name))]
-    }
-
-    /// The same as a number.
-    fn int(&self, parameter: &str) -> i64 {
-        let bytes = self.bytes(parameter);
-        match bytes.len() {
-            4 => i64::from(i32::from_le_bytes(bytes.try_into().unwrap())),
-            8 => i64::from_le_bytes(bytes.try_into().unwrap()),
-            n => panic!("{parameter} has {n} bytes"),
-        }
-    }
-
-    fn float(&self, parameter: &str) -> f32 {
-        f32::from_le_bytes(self.bytes(parameter).try_into().unwrap())
-    }
-
-    fn has(&self, parameter: &str) -> bool {
-        self.kernel.parameters.iter().any(|p| p.name == parameter)
-    }
-
-    /// The only argument of a shared kernel, as its structure.
-    fn params<T: Copy>(&self) -> T {
-        let [bytes] = &self.args[..] else { panic!("{} takes {} arguments", self.kernel.name, self.args.len()) };
-        assert_eq!(bytes.len(), size_of::<T>(), "{}", self.kernel.name);
-        // SAFETY: the size is right, and the structures are plain numbers.
-        unsafe { std::ptr::read_unaligned(bytes.as_ptr().cast()) }
-    }
-}
-
-#[derive(Default)]
-struct Recorder {
-    devices: Vec<DeviceInfo>,
-    kernels: Mutex<Vec<KernelInfo>>,
-    launches: Mutex<Vec<Launched>>,
-    fills: Mutex<Vec<(usize, u8, usize)>>,
-    maps: Mutex<Vec<TensorMapSpec>>,
-    inside: AtomicUsize,
-}
-
-impl Recorder {
-    fn new(capabilities: &[(u32, u32)]) -> Arc<Self> {
-        let device = |(ordinal, &(major, minor)): (usize, &(u32, u32))| DeviceInfo {
-            ordinal,
-            name: "recorder".to_owned(),
-            capability: ComputeCapability { major, minor },
-            multiprocessors: 132,
-            shared_per_block: 232_448,
-            l2_bytes: 50 << 20,
-            memory_bytes: 1 << 37,
-        };
-        Arc::new(Recorder { devices: capabilities.iter().enumerate().map(device).collect(), ..Recorder::default() })
-    }
-
-    fn take(&self) -> Vec<Launched> {
-        assert_eq!(self.inside.load(Ordering::SeqCst), 0, "the context was given back");
-        std::mem::take(&mut self.launches.lock().unwrap())
-    }
-
-    fn take_fills(&self) -> Vec<(usize, u8, usize)> {
-        std::mem::take(&mut self.fills.lock().unwrap())
-    }
-
-    /// The recorder writes the number of a map's specification into the map.
-    fn map(&self, launch: &Launched, parameter: &str) -> TensorMapSpec {
-        self.maps.lock().unwrap()[usize::from(u16::from_le_bytes(launch.bytes(parameter)[..2].try_into().unwrap()))]
-    }
-}
-
-impl Gpu for Recorder {
-    fn description(&self) -> String {
-        "recorder".to_owned()
-    }
-    fn devices(&self) -> &[DeviceInfo] {
-        &self.devices
-    }
-    fn image_kind(&self) -> ImageKind {
-        ImageKind::Cubin
-    }
-    fn enter(&self, stream: Stream) -> Result<Entered> {
-        self.inside.fetch_add(1, Ordering::SeqCst);
-        Ok(Entered { device: stream.0.addr(), pushed: true })
-    }
-    fn leave(&self, _: Entered) {
-        self.inside.fetch_sub(1, Ordering::SeqCst);
-    }
-    fn load(&self, _: usize, _: Arch, kernel: &KernelInfo, image: &[u8]) -> Result<KernelHandle> {
-        assert!(image.starts_with(b"\x7fELF"));
-        let mut kernels = self.kernels.lock().unwrap();
-        kernels.push(kernel.clone());
-        Ok(KernelHandle(kernels.len() - 1))
-    }
-    fn encode(&self, spec: &TensorMapSpec) -> Result<TensorMap> {
-        let mut maps = self.maps.lock().unwrap();
-        maps.push(*spec);
-        let mut words = [0; 16];
-        words[0] = maps.len() as u64 - 1;
-        Ok(TensorMap(words))
-    }
-    unsafe fn launch(&self, _: Stream, kernel: KernelHandle, shape: &LaunchShape, args: &[KernelArg]) -> Result<()> {
-        let bytes = |a: &KernelArg| {
-            // SAFETY: an argument lives until the launch returns.
-            unsafe { std::slice::from_raw_parts(a.as_ptr().cast::<u8>(), a.bytes()) }.to_vec()
-        };
-        self.launches.lock().unwrap().push(Launched {
-            kernel: self.kernels.lock().unwrap()[kernel.0].clone(),
-            shape: *shape,
-            args: args.iter().map(bytes).collect(),
-        });
-        Ok(())
-    }
-    unsafe fn fill(&self, _: Stream, to: DataPtr, value: u8, bytes: usize) -> Result<()> {
-        self.fills.lock().unwrap().push((to.addr(), value, bytes));
-        Ok(())
-    }
-    unsafe fn copy_to_host(&self, _: Stream, _: &mut [u8], _: DataPtr) -> Result<()> {
-        Ok(())
-    }
-    fn synchronize(&self, _: Stream) -> Result<()> {
-        panic!("nothing waits for a stream")
-    }
-    fn is_capturing(&self, _: Stream) -> Result<bool> {
-        Ok(false)
-    }
-    fn memory(self: Arc<Self>, _: usize) -> Result<Arc<dyn DeviceMemory>> {
-        Err(DriverError::Unavailable("a recorder has no memory".to_owned()))
-    }
+/// The last argument of a launch, as a structure.
+fn params<T: Copy>(launch: &Launched) -> T {
+    // SAFETY: the parameters of kernels are plain numbers.
+    unsafe { launch.params() }
 }
 
 fn at(address: usize) -> DataPtr {
@@ -234,12 +90,14 @@ fn run_forward(gpu: &Recorder, plan: &Plan, layout: &Layout, args: &ForwardArgs)
         plan.build_schedule(layout, schedule_buffer(plan), Stream::DEFAULT).unwrap();
         plan.forward(&call(plan, layout), args).unwrap();
     }
+    assert_eq!(gpu.waits(), 0, "nothing waits for a stream");
     gpu.take()
 }
 
 fn run_backward(gpu: &Recorder, plan: &Plan, layout: &Layout, args: &BackwardArgs) -> jfa_core::Result<Vec<Launched>> {
     // SAFETY: the recorder follows no address.
     unsafe { plan.backward(&call(plan, layout), args) }?;
+    assert_eq!(gpu.waits(), 0, "nothing waits for a stream");
     Ok(gpu.take())
 }
 
@@ -312,7 +170,7 @@ fn every_generation_binds_its_forward() {
                 let launches = run_forward(&gpu, &plan, &layout, &args);
                 assert_eq!(launches.len(), 2, "{plan:?}", plan = plan.describe());
                 assert!(plan.describe().contains(&format!("forward of generation {g}")), "{}", plan.describe());
-                let s: ScheduleParams = launches[0].params();
+                let s: ScheduleParams = params(&launches[0]);
                 let f = &launches[1];
                 let tags = ["kind", "variant", "dtype", "head_dim"].map(|t| f.kernel.tag(t).to_owned());
                 assert_eq!(tags, ["forward".to_owned(), (*g).to_owned(), dtype.to_string(), dim.to_string()]);
@@ -337,7 +195,7 @@ fn every_generation_binds_its_forward() {
                 assert!((f64::from(f.float("scale_log2")) - expected).abs() < 1e-7);
                 assert_eq!((f.int("global_scratch"), f.int("profile_scratch")), (0, 0));
                 if f.has("q_map") {
-                    let (q, k) = (gpu.map(f, "q_map"), gpu.map(f, "k_map"));
+                    let (q, k) = (gpu.map_of(f, "q_map"), gpu.map_of(f, "k_map"));
                     assert_eq!((q.tensor, q.address, k.tensor, k.address), ("q", 0x1000_0000, "k", 0x2000_0000));
                     let box_rows =
                         |name: &str| f.kernel.parameters.iter().find(|p| p.name == name).unwrap().tile.unwrap().rows;
@@ -385,7 +243,7 @@ fn groups_masks_and_scales() {
         let launches = run_forward(&gpu, &plan, &layout, &forward_args(&problem));
         let f = &launches[1];
         assert_eq!((f.int("packed_log2"), f.int("heads")), (i64::from(packed), heads_q >> packed));
-        assert_eq!(launches[0].params::<ScheduleParams>().forward_rows, 128 >> packed);
+        assert_eq!(params::<ScheduleParams>(&launches[0]).forward_rows, 128 >> packed);
     }
     let base = || Problem::builder(DType::BF16, 2, 128).capacity(100, 1000, 1000);
     let window = |left, right, alignment| Mask::Window { left, right, alignment };
@@ -426,7 +284,7 @@ fn fewer_rows_and_strides_of_a_call() {
         let f = run_forward(&gpu, &plan, &layout, &args).remove(1);
         assert_eq!((f.int("o_rows"), f.int("lse_head")), (300, 1000));
         if f.has("k_map") {
-            let spec = gpu.map(&f, "k_map");
+            let spec = gpu.map_of(&f, "k_map");
             assert_eq!((spec.address, spec.dims[2]), (0x1000_0100, 301));
             assert_eq!(spec.strides, [768, 768, 128, (1 << 39) - 768]);
         } else {
@@ -448,7 +306,7 @@ fn fewer_rows_and_strides_of_a_call() {
         let plan = plan_on(&gpu, Some(g), &problem).unwrap();
         let f = run_forward(&gpu, &plan, &layout, &forward_args(&problem)).remove(1);
         if f.has("k_map") {
-            assert_eq!(gpu.map(&f, "k_map").address, 0x1000_0000, "another tensor's map serves");
+            assert_eq!(gpu.map_of(&f, "k_map").address, 0x1000_0000, "another tensor's map serves");
         } else {
             assert_eq!(f.int("k"), 0);
         }
@@ -492,7 +350,7 @@ fn devices_and_generations_that_are_not_there_are_named() {
         e.to_string()
     };
     let e = make(&[(8, 0)], None);
-    assert!(e.contains("no kernels for device 0 (recorder, compute capability 8.0); compiled in: sm_90a"), "{e}");
+    assert!(e.contains("no kernels for device 0 (recorder 0, compute capability 8.0); compiled in: sm_90a"), "{e}");
     assert!(e.contains("sm_100a"), "{e}");
     assert!(make(&[(9, 0)], Some("g7")).contains("no generation is called 'g7'; there are: g4, g3, g2, g1"));
     let gpu = Recorder::new(&[(8, 0), (9, 0)]);
@@ -523,7 +381,7 @@ fn unused_rows_are_zeroed_first() {
     let launches = run_forward(&gpu, &plan, &layout, &forward_args(&problem));
     let names: Vec<_> = launches.iter().map(Launched::name).collect();
     assert_eq!(names[..2], ["schedule", "zero_rows"]);
-    let z: ZeroParams = launches[1].params();
+    let z: ZeroParams = params(&launches[1]);
     assert_eq!((z.offsets, z.rows, z.tensors[0].data, z.lse), (0x100, 1000, 0x4000_0000, 0x5000_0000));
     // Without any sequence there is nothing else to do.
     let empty = Layout { batch: 0, kv_batch: 0, ..layout };
@@ -546,7 +404,7 @@ fn every_generation_binds_its_backward() {
                     Problem::builder(DType::BF16, 4, dim).heads_kv(2).capacity(100, 9000, 8000).build().unwrap();
                 let plan = plan_on(&gpu, Some(g), &problem).unwrap();
                 let layout = Layout::jagged(90, offsets(0x100), offsets(0x200));
-                let s: ScheduleParams = run_forward(&gpu, &plan, &layout, &forward_args(&problem))[0].params();
+                let s: ScheduleParams = params(&run_forward(&gpu, &plan, &layout, &forward_args(&problem))[0]);
                 let follows: Vec<_> = bundle(arch)
                     .kernels()
                     .iter()
@@ -630,7 +488,7 @@ fn backward_of_broadcast_queries_and_shared_keys() {
             let plan = plan_on(&gpu, Some(g), &problem).unwrap();
             let mut layout = Layout::jagged(100, offsets(0x100), offsets(0x200));
             (layout.kv_batch, layout.kv_index) = (30, Some(at(0x500)));
-            let s: ScheduleParams = run_forward(&gpu, &plan, &layout, &forward_args(&problem))[0].params();
+            let s: ScheduleParams = params(&run_forward(&gpu, &plan, &layout, &forward_args(&problem))[0]);
             assert_eq!((s.backward_share, s.backward_capacity), (0, 100), "a sequence is a unit");
             gpu.take_fills();
             let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem)).unwrap();
@@ -656,7 +514,7 @@ fn backward_zeroes_unused_rows_of_both_sides() {
     let plan = plan_on(&gpu, None, &problem).unwrap();
     let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
     let launches = run_backward(&gpu, &plan, &layout, &backward_args(&problem)).unwrap();
-    let (q, kv): (ZeroParams, ZeroParams) = (launches[0].params(), launches[1].params());
+    let (q, kv): (ZeroParams, ZeroParams) = (params(&launches[0]), params(&launches[1]));
     assert_eq!((q.offsets, q.rows, q.tensors[0].data, q.tensors[1].data, q.lse), (0x100, 1000, 0x1800_0000, 0, 0));
     assert_eq!((kv.offsets, kv.rows, kv.tensors[0].data, kv.tensors[1].data), (0x200, 2000, 0x2800_0000, 0x3800_0000));
 }
