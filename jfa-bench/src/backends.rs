@@ -7,6 +7,8 @@ use jfa_core::registry::{Environment, Registry, Request};
 use jfa_core::{AttentionBackend, DeviceMemory};
 use jfa_driver::cuda::{CudaGpu, CudaMemory};
 
+use crate::check::{CheckArgs, Observer};
+
 /// Every backend built in, with plugins found by name or path.
 pub fn registry() -> Registry {
     #[cfg_attr(not(feature = "sim"), expect(unused_mut, reason = "the simulator is added with its feature"))]
@@ -69,19 +71,22 @@ pub fn select(name: Option<&str>) -> Result<Arc<dyn AttentionBackend>> {
     Ok(selection.candidates[0].clone())
 }
 
-/// The same, with what watches its kernels where there is such a thing: on the simulator.
+/// The backend of a `check`, with what watches its kernels where there is such a thing: on the simulator.
 ///
 /// # Errors
-/// As for [`select`].
-pub fn select_observed(name: Option<&str>) -> Result<(Arc<dyn AttentionBackend>, Option<crate::check::Observer>)> {
+/// As for [`select`]; simulator settings for something else.
+pub fn select_observed(args: &CheckArgs) -> Result<(Arc<dyn AttentionBackend>, Option<Observer>)> {
+    let name = args.backend.as_deref();
     #[cfg(feature = "sim")]
     {
         let chosen = Environment::from_process().backend();
         if let Some(simulated) = name.or(chosen.as_deref()).and_then(|n| n.strip_prefix("sim:")) {
-            let (gpu, backend) = simulator(simulated, jfa_sim::Config::default())?;
+            let config = jfa_sim::Config { lanes: args.by_lane, ..jfa_sim::Config::default() };
+            let (gpu, backend) = simulator(simulated, config)?;
             let observe = move || gpu.findings().iter().map(ToString::to_string).collect();
             return Ok((backend, Some(Box::new(observe))));
         }
+        anyhow::ensure!(!args.by_lane, "--by-lane is for backends on the simulator (sim:...)");
     }
     Ok((select(name)?, None))
 }

@@ -55,6 +55,10 @@ pub struct CheckArgs {
     /// Print failures and the summary only.
     #[arg(long)]
     pub quiet: bool,
+    /// On the simulator: an arrival at a barrier orders only what its own lanes did, as compute-sanitizer's racecheck sees it.
+    #[cfg(feature = "sim")]
+    #[arg(long)]
+    pub by_lane: bool,
 }
 
 /// What came of a case.
@@ -176,7 +180,7 @@ pub fn run_case(context: &Context, case: &Case) -> Finished {
 
 /// Runs the command; `Ok(true)` when no case failed.
 pub fn check(args: &CheckArgs) -> Result<bool> {
-    let (backend, observer) = crate::backends::select_observed(args.backend.as_deref())?;
+    let (backend, observer) = crate::backends::select_observed(args)?;
     let cases = cases(args, backend.capabilities())?;
     if args.list {
         for c in &cases {
