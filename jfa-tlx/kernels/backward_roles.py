@@ -18,6 +18,7 @@ import triton.language.extra.tlx as tlx
 
 from backward_common import clamp_to, diagonal, key_range, place_in_table, row_range, sequence_fields, uncut_keys, uncut_rows
 from common import BOUND, LOG2_E
+from tickets import next_item, opening_item
 
 # Fields of a record.
 STATE = tl.constexpr(0)      # bits MORE, KEYS; -1: no more work
@@ -142,6 +143,27 @@ def draw(counter, items, drawn, PERSISTENT: tl.constexpr):
 
 
 @triton.jit
+def draw_first(counter, items, answer, answer_full, PERSISTENT: tl.constexpr):
+    """(First item, -1 without any; state of the draws). With a place for answers items come by tickets (tickets.py), else from the counter."""
+    if answer is not None:
+        item, taken = opening_item(items, answer, answer_full, answer_full, 1)
+    else:
+        item = draw(counter, items, 0, PERSISTENT)
+        taken = 0
+    return item, taken
+
+
+@triton.jit
+def draw_next(counter, items, item, taken, answer, answer_full, PERSISTENT: tl.constexpr):
+    """The same after `item`."""
+    if answer is not None:
+        item, taken = next_item(item, taken, items, answer, answer_full, answer_full, 1)
+    else:
+        item = draw(counter, items, 1, PERSISTENT)
+    return item, taken
+
+
+@triton.jit
 def kept(x):
     """x in 32 bits: so far out that no tile notices the difference."""
     return clamp_to(x, -2147483647, MAX)
@@ -184,7 +206,7 @@ def dq_producer(q_map, k_map, v_map, o_map, d_o_map, header, sequences, backward
                 o_rows, kv_rows, batch, slices, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, resident_empty,
                 x_tiles, y_tiles, x_full, y_full, ring_empty, o_tiles, o_full, o_empty, KEY_ROWS: tl.constexpr, SLOTS: tl.constexpr,
                 STAGES: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, O_APART: tl.constexpr, PERSISTENT: tl.constexpr,
-                BROADCAST: tl.constexpr):
+                BROADCAST: tl.constexpr, answer=None, answer_full=None):
     record = 0
     place = 0
     if BROADCAST:
@@ -203,14 +225,14 @@ def dq_producer(q_map, k_map, v_map, o_map, d_o_map, header, sequences, backward
                 record += 1
     else:
         items = tl.load(header + 1) * heads_q
-        item = draw(counter, items, 0, PERSISTENT)
+        item, taken = draw_first(counter, items, answer, answer_full, PERSISTENT)
         while item >= 0:
             unit = item // heads_q
             head = item % heads_q
             index = tl.load(backward_units + unit * 2)
             first_key = tl.load(backward_units + unit * 2 + 1)
             q0, o0, q_len, k0, kv_len, q_end, kv_end = sequence_fields(sequences, index, o_rows, kv_rows)
-            following = draw(counter, items, 1, PERSISTENT)
+            following, taken = draw_next(counter, items, item, taken, answer, answer_full, PERSISTENT)
             # The unit of key tile t of n takes the query blocks t, t + n, ...; without a tile of its own all of them.
             block = tl.where(first_key < 0, 0, first_key // KEY_ROWS)
             step = tl.where(first_key < 0, 1, tl.maximum(1, tl.cdiv(kv_len, KEY_ROWS)))
@@ -279,7 +301,7 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
                   bottom_right, o_rows, kv_rows, batch, kv_batch, broadcast, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
                   resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS: tl.constexpr, SLOTS: tl.constexpr,
                   STAGES: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, PERSISTENT: tl.constexpr, INDEXED: tl.constexpr,
-                  FUSED: tl.constexpr):
+                  FUSED: tl.constexpr, answer=None, answer_full=None):
     """FUSED: of jagged queries, sequences that are one unit have been done with their dq (backward_fused.py, which counted the others in
     counter[1], the place after this kernel's own)."""
     record = 0
@@ -293,7 +315,7 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
             if broadcast == 0:
                 units = tl.load(counter + 1)
         items = units * heads_kv
-    item = draw(counter, items, 0, PERSISTENT)
+    item, taken = draw_first(counter, items, answer, answer_full, PERSISTENT)
     while item >= 0:
         kv_head = item % heads_kv
         if INDEXED:
@@ -304,7 +326,7 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
             index = batch - tl.load(at + 2)
             last = tl.load(at + 3)
             kv_end = tl.minimum(kv_len, kv_rows - k0)
-            following = draw(counter, items, 1, PERSISTENT)
+            following, taken = draw_next(counter, items, item, taken, answer, answer_full, PERSISTENT)
             if key < kv_end:
                 keys = tl.minimum(BLOCK, kv_end - key)
                 load_resident(k_map, v_map, a_tiles, b_tiles, a_full, b_full, resident_empty, resident, kv_head, k0 + key, k0 + key, keys,
@@ -326,7 +348,7 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
             index = tl.load(backward_units + unit * 2)
             first_key = tl.load(backward_units + unit * 2 + 1)
             q0, o0, q_len, k0, kv_len, q_end, kv_end = sequence_fields(sequences, index, o_rows, kv_rows)
-            following = draw(counter, items, 1, PERSISTENT)
+            following, taken = draw_next(counter, items, item, taken, answer, answer_full, PERSISTENT)
             end = tl.where(first_key < 0, kv_end, tl.minimum(kv_end, first_key + KEY_ROWS))
             if FUSED:
                 end = tl.where((first_key < 0) & (broadcast == 0), 0, end)

@@ -18,6 +18,7 @@ import triton.language.extra.tlx as tlx
 
 from common import BOUND, LN_2, diagonal_shift, end_key, first_key, load_sequence, load_unit, split_scale
 from forward_hopper import draw, masked, unit_keys
+from tickets import next_item, opening_item
 
 
 @triton.jit
@@ -27,16 +28,20 @@ def read_number(cell):
 
 
 @triton.jit
-def produce_queries(q_map, header, sequences, forward_units, counter, heads, group, packed_log2,
+def produce_queries(q_map, header, sequences, forward_units, answer, answer_full, heads, group, packed_log2,
                     item_cell, item_full, item_empty, q_tiles, q_full, q_empty,
                     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, ITEMS: tl.constexpr, PERSISTENT: tl.constexpr):
     items = tl.load(header) * heads
     rows = BLOCK >> packed_log2
     # Two rounds ahead for units, one for sequences: their latency hides behind the wait for a stage.
-    item = draw(counter, items, PERSISTENT, 0)
+    if PERSISTENT:
+        item, taken = opening_item(items, answer, answer_full, answer_full, 1)
+        following, taken = next_item(item, taken, items, answer, answer_full, answer_full, 1)
+    else:
+        item = draw(header, items, False, 0)
+        following = draw(header, items, False, 1)
     sequence, first = load_unit(forward_units, tl.maximum(item, 0) // heads)
     q0, o0, q_len, kv0, kv_len = load_sequence(sequences, sequence)
-    following = draw(counter, items, PERSISTENT, 1)
     next_sequence, next_first = load_unit(forward_units, tl.maximum(following, 0) // heads)
     use = 0
     lone = 0
@@ -47,7 +52,9 @@ def produce_queries(q_map, header, sequences, forward_units, counter, heads, gro
         tlx.local_store(item_cell[use % ITEMS], tl.full([1], 0, tl.int32) + item)
         tlx.barrier_arrive(item_full[use % ITEMS])
 
-        after = draw(counter, items, PERSISTENT, 2)
+        after = draw(header, items, False, 2)
+        if PERSISTENT:
+            after, taken = next_item(following, taken, items, answer, answer_full, answer_full, 1)
         next_q0, next_o0, next_q_len, next_kv0, next_kv_len = load_sequence(sequences, next_sequence)
 
         q_head = tl.where(packed_log2 > 0, item % heads * group, item % heads)
@@ -312,7 +319,7 @@ def soften(c: tl.constexpr, o_map, lse, lse_head, sequences, forward_units, scal
 
 
 @triton.jit
-def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, counter, scale_log2, heads, group, packed_log2,
+def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, scale_log2, heads, group, packed_log2,
             left, right, bottom_right, o_rows, UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
             PERSISTENT: tl.constexpr):
     BLOCK: tl.constexpr = UNIT_ROWS // 2
@@ -341,6 +348,8 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
     p_full = tlx.alloc_barriers(num_barriers=2)
     o_full = tlx.alloc_barriers(num_barriers=2)
     finished = tlx.alloc_barriers(num_barriers=1)
+    answer = tlx.local_alloc((2, ), tl.int64, 1)
+    answer_full = tlx.alloc_barriers(num_barriers=1)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -356,7 +365,7 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
                   q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty, s_tiles, p_tiles, o_sums, s_full, p_full,
                   o_full, finished, BLOCK, KV_TILE, Q_STAGES, KV_STAGES, ITEMS)
         with tlx.async_task(num_warps=1, registers=88):
-            produce_queries(q_map, header, sequences, forward_units, counter, heads, group, packed_log2, item_cell, item_full, item_empty,
+            produce_queries(q_map, header, sequences, forward_units, answer, answer_full, heads, group, packed_log2, item_cell, item_full, item_empty,
                             q_tiles, q_full, q_empty, BLOCK, HEAD_DIM, Q_STAGES, ITEMS, PERSISTENT)
         with tlx.async_task(num_warps=1, registers=88):
             produce_keys_and_values(k_map, v_map, sequences, forward_units, heads, group, packed_log2, left, right, bottom_right,
@@ -368,13 +377,13 @@ def forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forwar
 def forward_g3(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, scale_log2, heads, group, packed_log2,
                left, right, bottom_right, o_rows, UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """One program per unit and head."""
-    forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, header, scale_log2, heads, group, packed_log2,
+    forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, scale_log2, heads, group, packed_log2,
             left, right, bottom_right, o_rows, UNIT_ROWS, KV_TILE, HEAD_DIM, False)
 
 
 @triton.jit
-def forward_g4(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, counter, scale_log2, heads, group, packed_log2,
+def forward_g4(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, scale_log2, heads, group, packed_log2,
                left, right, bottom_right, o_rows, UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """One persistent program per multiprocessor; items are drawn from a counter, longest first."""
-    forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, counter, scale_log2, heads, group, packed_log2,
+    """Persistent: a program takes the items of others that have not started, longest first (tickets.py)."""
+    forward(q_map, k_map, v_map, o_map, lse, lse_head, header, sequences, forward_units, scale_log2, heads, group, packed_log2,
             left, right, bottom_right, o_rows, UNIT_ROWS, KV_TILE, HEAD_DIM, True)

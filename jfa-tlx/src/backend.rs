@@ -10,7 +10,7 @@ use jfa_driver::cuda::CudaGpu;
 use jfa_driver::{DriverError, Gpu, KernelInfo, KernelSet};
 use once_cell::sync::OnceCell;
 
-use crate::pass::{ALIGNMENT, belongs};
+use crate::pass::{ALIGNMENT, Pairs, belongs};
 use crate::plan::TlxPlan;
 
 /// Name in the registry.
@@ -33,6 +33,7 @@ pub const BUNDLES: &[&[u8]] = &[
 pub struct TlxBackend {
     name: String,
     generations: &'static [&'static str],
+    pairs: Pairs,
     kernels: Arc<KernelSet>,
     /// Schedule, check and zeros: kernels that all backends share.
     shared: Arc<KernelSet>,
@@ -43,7 +44,8 @@ pub struct TlxBackend {
 
 impl TlxBackend {
     /// The backend over an executor: the CUDA driver, or a simulator with its PTX bundles. `bundles` are this crate's
-    /// ([`BUNDLES`]), `shared` those of [`jfa_cuda::BUNDLES`]. `generation` pins one of [`GENERATIONS`]. With `validate` every
+    /// ([`BUNDLES`]), `shared` those of [`jfa_cuda::BUNDLES`]. `generation` pins one of [`GENERATIONS`], with `-pairs` or `-single`
+    /// behind it also whether blocks of threads share their products, which is otherwise decided for each problem. With `validate` every
     /// schedule checks the device's offsets first, which waits for the stream; `None` asks the environment whenever a plan is
     /// made.
     ///
@@ -61,6 +63,14 @@ impl TlxBackend {
         let kernels = Arc::new(KernelSet::new(gpu.clone(), "jfa-tlx", bundles).map_err(failed)?);
         let shared = Arc::new(KernelSet::new(gpu, "jfa-cuda", shared).map_err(failed)?);
         let full_name = generation.map_or_else(|| name.to_owned(), |g| format!("{name}:{g}"));
+        let (generation, pairs) = match generation {
+            None => (None, Pairs::WherePays),
+            Some(g) => match (g.strip_suffix("-pairs"), g.strip_suffix("-single")) {
+                (Some(g), _) => (Some(g), Pairs::WhereTheyExist),
+                (_, Some(g)) => (Some(g), Pairs::Never),
+                _ => (Some(g), Pairs::WherePays),
+            },
+        };
         let generations = match generation {
             None => &GENERATIONS[..],
             Some(g) => match GENERATIONS.iter().position(|known| *known == g) {
@@ -77,6 +87,7 @@ impl TlxBackend {
         Ok(TlxBackend {
             name: full_name,
             generations,
+            pairs,
             kernels,
             shared,
             capabilities,
@@ -171,7 +182,15 @@ impl AttentionBackend for TlxBackend {
 
     fn plan(&self, problem: &Problem) -> Result<Arc<dyn BackendPlan>> {
         let validate = self.validate.unwrap_or_else(|| Environment::from_process().validate());
-        let plan = TlxPlan::new(&self.name, &self.kernels, &self.shared, self.generations, problem, validate)?;
+        let plan = TlxPlan::new(
+            &self.name,
+            &self.kernels,
+            &self.shared,
+            self.generations,
+            self.pairs,
+            problem,
+            validate,
+        )?;
         Ok(Arc::new(plan))
     }
 }

@@ -2,8 +2,9 @@
 //!
 //! Tags of a kernel: `kind` (`forward`, `backward`), `variant` (generations, separated by spaces), `step`, `grid`, and where it
 //! is not for everything `dtype`, `head_dim`, `mask` (`full`: only for full masks, preferred there), `when` (words that must
-//! all hold: `jagged`, `broadcast`, `kv_index`, `no_kv_index`), `lacks` (features it cannot do), `grid_heads` (`q`, `kv`) and
-//! `packs` (`yes`: takes several query heads in the rows of a unit), `units` (`balanced`: sequences of the backward's list
+//! all hold: `jagged`, `broadcast`, `kv_index`, `no_kv_index`), `lacks` (features it cannot do), `grid_heads` (`q`, `kv`),
+//! `packs` (`yes`: takes several query heads in the rows of a unit), `pairs` (`yes`: two blocks of threads share their
+//! products; taken instead of the kernel without where that pays) and `units` (`balanced`: sequences of the backward's list
 //! are split only where they are too long for one block).
 
 use std::collections::BTreeMap;
@@ -25,11 +26,30 @@ const MOST_PACKED_LOG2: u32 = 4;
 /// Query rows of a block of the backward of a broadcast query.
 pub(crate) const BROADCAST_BLOCK: i64 = 128;
 
+/// Most tickets of a launch per multiprocessor (`kernels/tickets.py`). Those of a plan's capacity that turn out to have no work
+/// cost no more than so many answers of the hardware; with more items than tickets the last shares are a 240th of a multiprocessor's work.
+pub(crate) const TICKETS: i64 = 32;
+
+/// Whether kernels that pair blocks of threads are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Pairs {
+    /// Where they pay.
+    #[default]
+    WherePays,
+    Never,
+    WhereTheyExist,
+}
+
 /// How many blocks a launch has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Grid {
     /// This many per multiprocessor.
     Persistent(i64),
+    /// A cluster per unit the forward's list can have, and head, but at most [`TICKETS`] per multiprocessor: running ones
+    /// take the work of those that have not started.
+    ForwardTickets,
+    /// The same of the backward's list, and query head (`true`) or key head.
+    BackwardTickets { query_heads: bool },
     /// One per unit the forward's list can have, and head.
     ForwardUnits,
     /// One per unit the backward's list can have, and query head (`true`) or key head.
@@ -151,6 +171,8 @@ fn grid_of(info: &KernelInfo) -> Result<Grid> {
     let rows = || constant(info, "grid_rows").map(i64::from);
     Ok(match info.tag("grid") {
         "persistent" => Grid::Persistent(info.constants.get("ctas_per_sm").map_or(1, |n| i64::from(*n))),
+        "forward_tickets" => Grid::ForwardTickets,
+        "backward_tickets" => Grid::BackwardTickets { query_heads: info.tag("grid_heads") == "q" },
         "forward_units" => Grid::ForwardUnits,
         "backward_units" => Grid::BackwardUnits { query_heads: info.tag("grid_heads") == "q" },
         "q_rows" => Grid::ORows(rows()?),
@@ -174,12 +196,59 @@ fn split_of(info: &KernelInfo, problem: &Problem) -> Result<Split> {
     }
 }
 
+/// Rows or keys of a block of the backward's kernels.
+const BLOCK: f64 = 128.0;
+
+/// Cycles of a tile of 128 x 128 in the kernel that works alone and in one of a pair (docs/performance-tlx-backward.md).
+struct Cycles {
+    alone: f64,
+    paired: f64,
+}
+
+/// Whether pairs pay in a backward kernel whose blocks are of rows (`of_queries`) or keys: what a tile saves against what they
+/// walk in vain, namely the sentinel that completes an odd number of blocks and the tiles that a diagonal leaves to one of the two only.
+/// From mean lengths, since a plan knows capacities alone.
+fn pairs_pay(problem: &Problem, of_queries: bool, cycles: &Cycles) -> bool {
+    let (q_rows, kv_rows) = (problem.o_rows() as f64, problem.total_kv as f64);
+    let queries = q_rows / problem.batch.max(1) as f64;
+    let keys = kv_rows / problem.kv_batch.max(1) as f64;
+    let (stays, passes) = if of_queries { (queries, keys) } else { (keys, queries) };
+    // Streamed rows that `rows` resident ones see together.
+    let seen = |rows: f64| match problem.mask {
+        Mask::Full => passes,
+        Mask::Causal(_) => (passes / 2.0 + rows / 2.0).min(passes),
+        Mask::Window { left, right, .. } => {
+            let side = |n: Option<u32>| n.map_or(passes / 2.0, f64::from);
+            (side(left) + side(right) + rows).min(passes)
+        }
+    };
+    // The last of a sequence's blocks is half full on average, the last of its tiles too.
+    let blocks = |rows: f64| stays / rows + 0.5;
+    let tiles = |rows: f64| seen(rows) / BLOCK + 0.5;
+    2.0 * blocks(2.0 * BLOCK) * tiles(2.0 * BLOCK) * cycles.paired < blocks(BLOCK) * tiles(BLOCK) * cycles.alone
+}
+
+/// Whether a kernel of pairs is taken.
+fn takes_pairs(info: &KernelInfo, problem: &Problem, pairs: Pairs) -> bool {
+    match pairs {
+        Pairs::Never => false,
+        Pairs::WhereTheyExist => true,
+        Pairs::WherePays => {
+            let of_queries = info.tag("grid_heads") == "q";
+            let cycles =
+                if of_queries { Cycles { alone: 1792.0, paired: 1536.0 } } else { Cycles { alone: 2304.0, paired: 2048.0 } };
+            pairs_pay(problem, of_queries, &cycles)
+        }
+    }
+}
+
 /// The kernels of a pass, in order, or what lacks.
 fn choose<'a>(
     bundle: &'a Bundle,
     kind: &str,
     generation: &str,
     problem: &Problem,
+    pairs: Pairs,
 ) -> Result<Vec<(usize, &'a KernelInfo)>, String> {
     let (dtype, head_dim) = (problem.dtype.to_string(), problem.head_dim.to_string());
     // Kernels of one step with one entry are alternatives.
@@ -199,7 +268,8 @@ fn choose<'a>(
             .iter()
             .filter(|(_, k)| fits(k, "dtype", &dtype) && fits(k, "head_dim", &head_dim))
             .filter(|(_, k)| k.tag("mask") != "full" || problem.mask == Mask::Full)
-            .max_by_key(|(_, k)| k.tag("mask") == "full");
+            .filter(|(_, k)| k.tag("pairs") != "yes" || takes_pairs(k, problem, pairs))
+            .max_by_key(|(_, k)| (k.tag("pairs") == "yes", k.tag("mask") == "full"));
         let Some(&(index, info)) = best else {
             return Err(format!("{entry} of generation {generation} for {dtype}, head_dim {head_dim}"));
         };
@@ -225,12 +295,13 @@ impl Pass {
         generation: &'static str,
         problem: &Problem,
         packed: Option<u32>,
+        pairs: Pairs,
     ) -> Result<Self> {
         let unsupported = |lacks: String| Error::Unsupported {
             asked: problem.to_string(),
             lacks: format!("'{backend}' lacks {lacks}"),
         };
-        let chosen = choose(bundle, kind, generation, problem).map_err(unsupported)?;
+        let chosen = choose(bundle, kind, generation, problem, pairs).map_err(unsupported)?;
         // A pass is whole when something writes each of its results.
         let results: &[Tensor] = if kind == "forward" { &[Tensor::O] } else { &[Tensor::DQ, Tensor::DK, Tensor::DV] };
         for result in results {

@@ -13,7 +13,7 @@ use jfa_driver::schedule::{
 use jfa_driver::{DriverError, Element, KernelSet, Scope};
 
 use crate::bind::{Float, Int, Long, Pointer, Table, Tensor};
-use crate::pass::{BROADCAST_BLOCK, Grid, Needs, Pass};
+use crate::pass::{BROADCAST_BLOCK, Grid, Needs, Pairs, Pass, TICKETS};
 
 /// Counters a pass draws its work from.
 const COUNTER_BYTES: usize = Requirements::ALIGNMENT;
@@ -70,11 +70,13 @@ impl TlxPlan {
         kernels: &Arc<KernelSet>,
         shared: &Arc<KernelSet>,
         generations: &[&'static str],
+        pairs: Pairs,
         problem: &Problem,
         validate: bool,
     ) -> Result<Self> {
         let devices = kernels.gpu().devices().len();
-        let mut chosen: Vec<_> = (0..devices).map(|d| choose(name, kernels, shared, d, generations, problem)).collect();
+        let mut chosen: Vec<_> =
+            (0..devices).map(|d| choose(name, kernels, shared, d, generations, pairs, problem)).collect();
         let Some(first) = chosen.iter().find_map(|c| c.as_ref().ok()) else {
             return Err(match chosen.into_iter().next() {
                 Some(Err(e)) => e,
@@ -194,12 +196,26 @@ impl TlxPlan {
         ((wanted + blocks - 1) / blocks).clamp(1, self.problem.batch.max(1))
     }
 
+    /// Clusters of a launch whose running ones take the work of those that have not started.
+    fn tickets(&self, units: i64, heads: i64, multiprocessors: u32) -> i64 {
+        units.saturating_mul(heads).min(TICKETS * i64::from(multiprocessors))
+    }
+
     /// Blocks of a launch over so many rows of o, q and k, or an error when there are too many.
     fn grid(&self, grid: Grid, packed_log2: u32, multiprocessors: u32, rows: [i64; 3], cluster: i64) -> Result<u32> {
         let p = &self.problem;
         let [o_rows, q_rows, kv_rows] = rows;
         let (n, heads) = match grid {
             Grid::Persistent(each) => (i64::from(multiprocessors) * each / cluster * cluster, 1),
+            Grid::ForwardTickets => {
+                let units = i64::from(self.schedule.forward_capacity());
+                (self.tickets(units, p.heads_q >> packed_log2, multiprocessors) * cluster, 1)
+            }
+            Grid::BackwardTickets { query_heads } => {
+                let heads = if query_heads { p.heads_q } else { p.heads_kv };
+                let units = i64::from(self.schedule.backward_capacity()?);
+                (self.tickets(units, heads, multiprocessors) * cluster, 1)
+            }
             Grid::ForwardUnits => (i64::from(self.schedule.forward_capacity()), p.heads_q >> packed_log2),
             Grid::BackwardUnits { query_heads } => {
                 (i64::from(self.schedule.backward_capacity()?), if query_heads { p.heads_q } else { p.heads_kv })
@@ -342,6 +358,7 @@ fn choose(
     shared: &KernelSet,
     device: usize,
     generations: &[&'static str],
+    pairs: Pairs,
     problem: &Problem,
 ) -> Result<Chosen> {
     let failed = |e: DriverError| e.for_backend(name);
@@ -359,9 +376,9 @@ fn choose(
         let lacks = if reasons.is_empty() { format!("'{name}' has no {kind}") } else { reasons.join("; ") };
         Err(Error::Unsupported { asked: problem.to_string(), lacks })
     };
-    let forward = first("forward", &|g| Pass::new(name, bundle, "forward", g, problem, None))?;
+    let forward = first("forward", &|g| Pass::new(name, bundle, "forward", g, problem, None, pairs))?;
     let backward = first("backward", &|g| {
-        let pass = Pass::new(name, bundle, "backward", g, problem, Some(forward.packed_log2))?;
+        let pass = Pass::new(name, bundle, "backward", g, problem, Some(forward.packed_log2), pairs)?;
         if pass.unit_rows != 0 && pass.unit_rows != forward.unit_rows {
             return Err(Error::Unsupported {
                 asked: problem.to_string(),
