@@ -139,10 +139,7 @@ class Backward:
                 self.launches.append((x, params, array, grid))
 
     def schedule(self):
-        if os.environ.get("SCHEDULE_CTAS", "8") == "8":
-            self.schedule_kernel.launch(8, 1024, [self.s], cluster=8)
-        else:
-            self.schedule_kernel.launch(int(os.environ["SCHEDULE_CTAS"]), 1024, [self.s])
+        D.launch_schedule(self.schedule_kernel, self.s)
 
     def run(self):
         self.zeros.zero_()
