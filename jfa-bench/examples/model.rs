@@ -6,7 +6,7 @@
 //!
 //! Runs a few sequences of every workload with one group of heads through the kernels on the simulator, scales the counts to
 //! the whole workload by its visible pairs, and sets the least time of the slowest unit beside the measured one. The last
-//! line is the simulator's own speed, per second of CPU time; with `--detect` it looks for faults meanwhile, as `check` does.
+//! line is the simulator's own speed, per second of CPU time, with matrix arithmetic and without; with `--detect` it looks for faults meanwhile, as `check` does.
 
 use anyhow::{Context as _, Result, bail};
 use jfa_bench::check::Context;
@@ -34,10 +34,10 @@ fn main() -> Result<()> {
     let (options, wanted): (Vec<String>, Vec<String>) = args.partition(|a| a == "--detect");
     let detect = !options.is_empty();
     let times: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).with_context(|| path.clone())?)?;
-    let (gpu, backend) = jfa_bench::backends::simulator("cuda:sm_90a", Config { sms: 8, detect, ..Config::default() })?;
+    let (gpu, backend) = jfa_bench::backends::simulator("cuda:sm_90a", Config { sms: 8, detect, time_matrix: true, ..Config::default() })?;
     let context = Context { memory: memory_of(&backend)?, backend, repeats: 1, observer: None };
     let mut rows = Vec::new();
-    let (mut instructions, mut products, mut seconds) = (0, 0, 0.0);
+    let (mut instructions, mut products, mut matrix, mut seconds) = (0, 0, 0, 0.0);
     for result in times["results"].as_array().context("results")?.iter().filter(|r| r["peer"] == "jfa") {
         let name = result["shape"].as_str().context("a shape's name")?;
         if !(wanted.is_empty() || wanted.iter().any(|w| w == name)) {
@@ -76,6 +76,7 @@ fn main() -> Result<()> {
             gpu.launches().iter().for_each(|l| counters.add(&l.counters));
             instructions += counters.thread_instructions;
             products += counters.mma_16;
+            matrix += counters.matrix_nanos;
             let clock = result[key]["mhz"].as_f64().context("a clock")? * 1e3;
             let units = model::bound(Arch::Sm90, &counters).units;
             let units = units.into_iter().map(|(unit, cycles)| (unit, cycles * scale / SMS / clock)).collect();
@@ -107,12 +108,14 @@ fn main() -> Result<()> {
             ratios.len()
         );
     }
+    let (instructions, matrix) = (instructions as f64 / 1e6, matrix as f64 / 1e9);
     println!(
-        "simulator: {:.0} million thread-instructions and {:.0} million multiply-adds of the tensor core in {seconds:.1} s of \
-         CPU time, {:.1} million thread-instructions a second and core",
-        instructions as f64 / 1e6,
+        "simulator: {instructions:.0} million thread-instructions and {:.0} million multiply-adds of the tensor core in \
+         {seconds:.1} s of CPU time, {matrix:.1} s of it matrix arithmetic: {:.1} million thread-instructions a second and core \
+         with it, {:.1} without",
         products as f64 / 1e6,
-        instructions as f64 / 1e6 / seconds
+        instructions / seconds,
+        instructions / (seconds - matrix)
     );
     Ok(())
 }

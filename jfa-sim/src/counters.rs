@@ -45,6 +45,8 @@ pub struct Counters {
     pub polls: u64,
     /// CTAs that ran.
     pub ctas: u64,
+    /// CPU time that products of matrices took, operands and accumulators included; 0 unless `Config::time_matrix` is set.
+    pub matrix_nanos: u64,
 }
 
 impl Counters {
@@ -129,7 +131,8 @@ impl Counters {
             barrier_waits,
             mbarrier_waits,
             polls,
-            ctas
+            ctas,
+            matrix_nanos
         );
     }
 }

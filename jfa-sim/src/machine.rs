@@ -48,6 +48,8 @@ pub struct Config {
     /// Multiprocessors that kernels and launchers see. Few make persistent kernels cheap, and each CTA walk through
     /// several units of work.
     pub sms: u32,
+    /// Measures the CPU time of matrix arithmetic (`Counters::matrix_nanos`).
+    pub time_matrix: bool,
 }
 
 impl Default for Config {
@@ -61,6 +63,7 @@ impl Default for Config {
             strict_fences: true,
             lanes: false,
             sms: 8,
+            time_matrix: false,
         }
     }
 }

@@ -46,16 +46,9 @@ fn exponent(x: f32, least: i16) -> i16 {
 
 impl Exponents {
     fn new(values: &[f32], least: i16) -> Exponents {
-        let mut e = Exponents { of: Vec::with_capacity(values.len()), low: i16::MAX, high: i16::MIN, special: false };
-        for &x in values {
-            let v = exponent(x, least);
-            e.of.push(v);
-            if v != NONE {
-                e.low = e.low.min(v);
-                e.high = e.high.max(v);
-            }
-            e.special |= !x.is_finite();
-        }
+        let mut e = Exponents { of: vec![0; values.len()], low: i16::MAX, high: NONE, special: false };
+        let to = &mut e;
+        simd::with_avx2!(exponents(to: &mut Exponents, values: &[f32], least: i16));
         e
     }
 
@@ -63,6 +56,22 @@ impl Exponents {
     fn moderate(&self) -> bool {
         !self.special && (self.low == i16::MAX || (self.low >= -50 && self.high <= 60))
     }
+}
+
+#[inline(always)]
+fn exponents(e: &mut Exponents, values: &[f32], least: i16) {
+    let (mut low, mut high, mut top) = (i32::from(i16::MAX), i32::from(NONE), 0);
+    for (o, x) in e.of.iter_mut().zip(values) {
+        let b = x.to_bits() & 0x7fff_ffff;
+        let field = (b >> 23) as i32;
+        let v = (field.max(1) - 127).max(i32::from(least));
+        low = low.min(if b == 0 { i32::from(i16::MAX) } else { v });
+        let v = if b == 0 { i32::from(NONE) } else { v };
+        high = high.max(v);
+        top = top.max(field);
+        *o = v as i16;
+    }
+    (e.low, e.high, e.special) = (low as i16, high as i16, top == 0xff);
 }
 
 fn power(e: i32) -> f64 {
@@ -103,19 +112,31 @@ impl<'a> Columns<'a> {
     /// `acc[m][n] += a[m][k] b[k][n]` by the rule above.
     pub(crate) fn accumulate(&self, acc: &mut [f32], a: &[f32]) {
         let Columns { b, n, exponents: eb, types } = self;
-        for (acc, a) in acc.chunks_exact_mut(*n).zip(a.chunks_exact(b.len() / n)) {
-            let ea = Exponents::new(a, types.least);
+        let (b, types, k) = (*b, *types, self.b.len() / n);
+        let ea = Exponents::new(a, types.least);
+        let moderate = ea.moderate() && eb.moderate();
+        for ((acc, a), ea_row) in acc.chunks_exact_mut(*n).zip(a.chunks_exact(k)).zip(ea.of.chunks_exact(k)) {
             if ea.special || eb.special || acc.iter().any(|c| !c.is_finite()) {
                 for (j, c) in acc.iter_mut().enumerate() {
-                    *c = one(*c, a, &ea.of, b, &eb.of, *n, j, *types);
+                    *c = one(*c, a, ea_row, b, &eb.of, *n, j, types);
                 }
-            } else if ea.moderate() && eb.moderate() {
-                simd::with_fma(|| row::<true>(acc, a, &ea.of, b, &eb.of, *types));
+            } else if moderate {
+                fast(acc, a, ea_row, b, &eb.of, types);
             } else {
-                simd::with_fma(|| row::<false>(acc, a, &ea.of, b, &eb.of, *types));
+                slow(acc, a, ea_row, b, &eb.of, types);
             }
         }
     }
+}
+
+/// One row of finite numbers of moderate size.
+fn fast(acc: &mut [f32], a: &[f32], ea: &[i16], b: &[f32], eb: &[i16], types: Types) {
+    simd::with_avx2!(row_fast(acc: &mut [f32], a: &[f32], ea: &[i16], b: &[f32], eb: &[i16], types: Types));
+}
+
+/// One row of finite numbers.
+fn slow(acc: &mut [f32], a: &[f32], ea: &[i16], b: &[f32], eb: &[i16], types: Types) {
+    simd::with_avx2!(row_slow(acc: &mut [f32], a: &[f32], ea: &[i16], b: &[f32], eb: &[i16], types: Types));
 }
 
 /// One element, whatever its terms.
@@ -153,68 +174,87 @@ fn exponent_of_accumulator(c: f32, types: Types) -> i16 {
     exponent(c, if types.half { -14 } else { -126 })
 }
 
-/// One row of finite numbers; `FAST` where all factors are of moderate size.
+/// The largest exponent among the terms of each column.
 #[inline(always)]
-fn row<const FAST: bool>(acc: &mut [f32], a: &[f32], ea: &[i16], b: &[f32], eb: &[i16], types: Types) {
-    let n = acc.len();
-    let mut top = [NONE; MAX_N];
-    let top = &mut top[..n];
-    for (t, c) in top.iter_mut().zip(acc.iter()) {
+fn largest(top: &mut [i16], acc: &[f32], ea: &[i16], eb: &[i16], types: Types) {
+    for (t, c) in top.iter_mut().zip(acc) {
         *t = exponent_of_accumulator(*c, types);
     }
-    for (&e, eb) in ea.iter().zip(eb.chunks_exact(n)) {
+    for (&e, eb) in ea.iter().zip(eb.chunks_exact(acc.len())) {
         if e != NONE {
             for (t, &f) in top.iter_mut().zip(eb) {
                 *t = (*t).max(e + f);
             }
         }
     }
-    if FAST {
-        let mut scale = [0f32; MAX_N];
-        for (s, &t) in scale.iter_mut().zip(top.iter()) {
-            // Where the clamp changes something all products are zero.
-            let e = (KEPT - i32::from(t.max(NONE))).clamp(-126, 127);
-            *s = f32::from_bits(((e + 127) as u32) << 23);
+}
+
+#[inline(always)]
+fn row_fast(acc: &mut [f32], a: &[f32], ea: &[i16], b: &[f32], eb: &[i16], types: Types) {
+    let n = acc.len();
+    let mut top = [NONE; MAX_N];
+    let top = &mut top[..n];
+    largest(top, acc, ea, eb, types);
+    let mut scale = [0f32; MAX_N];
+    for (s, &t) in scale.iter_mut().zip(top.iter()) {
+        // Where the clamp changes something all products are zero.
+        let e = (KEPT - i32::from(t)).clamp(-126, 127);
+        *s = f32::from_bits(((e + 127) as u32) << 23);
+    }
+    let mut sum = [0i32; MAX_N];
+    for (&x, b) in a.iter().zip(b.chunks_exact(n)) {
+        if x == 0.0 {
+            continue;
         }
-        let mut sum = [0i32; MAX_N];
-        for (&x, b) in a.iter().zip(b.chunks_exact(n)) {
-            if x == 0.0 {
-                continue;
-            }
-            for ((s, &y), &scale) in sum[..n].iter_mut().zip(b).zip(&scale[..n]) {
-                // SAFETY: a product is below 2^(t + 2) for the exponent t of its term, hence below 2^27 when scaled; no
-                // factor is infinite or NaN. Sixteen such terms stay below 2^31.
-                *s += unsafe { (x * y * scale).to_int_unchecked::<i32>() };
-            }
+        for ((s, &y), &scale) in sum[..n].iter_mut().zip(b).zip(&scale[..n]) {
+            // SAFETY: a product is below 2^(t + 2) for the exponent t of its term, hence below 2^27 when scaled; no
+            // factor is infinite or NaN. Sixteen such terms stay below 2^31.
+            *s += unsafe { (x * y * scale).to_int_unchecked::<i32>() };
         }
-        for (j, c) in acc.iter_mut().enumerate() {
-            let t = i32::from(top[j]);
-            if t < -10_000 {
-                *c = 0.0;
-                continue;
-            }
-            let sum = f64::from(sum[j]) + (f64::from(*c) * power(KEPT - t)).trunc();
-            *c = round(sum * power(t - KEPT), types.half);
+    }
+    // Results that are no normal f32 are left to `round`; of the others, cutting what f32 cannot hold rounds towards zero.
+    let mut exact = [0f64; MAX_N];
+    let mut odd = types.half;
+    for ((v, (&s, &t)), &c) in exact.iter_mut().zip(sum.iter().zip(top.iter())).zip(acc.iter()) {
+        let t = i32::from(t).max(-300);
+        *v = (f64::from(s) + (f64::from(c) * power(KEPT - t)).trunc()) * power(t - KEPT);
+        let size = v.abs();
+        odd |= size != 0.0 && !(power(-126)..power(128)).contains(&size);
+    }
+    if odd {
+        for (c, &v) in acc.iter_mut().zip(&exact) {
+            *c = round(v, types.half);
         }
     } else {
-        let mut scale = [0f64; MAX_N];
-        for (s, &t) in scale.iter_mut().zip(top.iter()) {
-            *s = if t < -10_000 { 0.0 } else { power(KEPT - i32::from(t)) };
+        for (c, v) in acc.iter_mut().zip(&exact) {
+            *c = f64::from_bits(v.to_bits() & !0x1fff_ffff) as f32 + 0.0;
         }
-        let mut sum = [0f64; MAX_N];
-        for (&x, b) in a.iter().zip(b.chunks_exact(n)) {
-            let x = f64::from(x);
-            for ((s, &y), &scale) in sum[..n].iter_mut().zip(b).zip(&scale[..n]) {
-                *s += (x * f64::from(y) * scale).trunc();
-            }
+    }
+}
+
+#[inline(always)]
+fn row_slow(acc: &mut [f32], a: &[f32], ea: &[i16], b: &[f32], eb: &[i16], types: Types) {
+    let n = acc.len();
+    let mut top = [NONE; MAX_N];
+    let top = &mut top[..n];
+    largest(top, acc, ea, eb, types);
+    let mut scale = [0f64; MAX_N];
+    for (s, &t) in scale.iter_mut().zip(top.iter()) {
+        *s = if t < -10_000 { 0.0 } else { power(KEPT - i32::from(t)) };
+    }
+    let mut sum = [0f64; MAX_N];
+    for (&x, b) in a.iter().zip(b.chunks_exact(n)) {
+        let x = f64::from(x);
+        for ((s, &y), &scale) in sum[..n].iter_mut().zip(b).zip(&scale[..n]) {
+            *s += (x * f64::from(y) * scale).trunc();
         }
-        for (j, c) in acc.iter_mut().enumerate() {
-            if scale[j] == 0.0 {
-                *c = 0.0;
-                continue;
-            }
-            *c = round((sum[j] + (f64::from(*c) * scale[j]).trunc()) / scale[j], types.half);
+    }
+    for (j, c) in acc.iter_mut().enumerate() {
+        if scale[j] == 0.0 {
+            *c = 0.0;
+            continue;
         }
+        *c = round((sum[j] + (f64::from(*c) * scale[j]).trunc()) / scale[j], types.half);
     }
 }
 
@@ -268,8 +308,8 @@ mod tests {
             let c: Vec<f32> = (0..n).map(|_| number(10)).collect();
             let (ea, eb) = (Exponents::new(&a, -126), Exponents::new(&b, -126));
             let (mut fast, mut slow) = (c.clone(), c.clone());
-            row::<true>(&mut fast, &a, &ea.of, &b, &eb.of, BF16);
-            row::<false>(&mut slow, &a, &ea.of, &b, &eb.of, BF16);
+            super::fast(&mut fast, &a, &ea.of, &b, &eb.of, BF16);
+            super::slow(&mut slow, &a, &ea.of, &b, &eb.of, BF16);
             let single: Vec<f32> = (0..n).map(|j| one(c[j], &a, &ea.of, &b, &eb.of, n, j, BF16)).collect();
             assert_eq!((&fast, &fast), (&slow, &single));
         }

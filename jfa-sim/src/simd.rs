@@ -45,20 +45,23 @@ pub(crate) unsafe fn fma_lanes(x: &Lanes, y: &Lanes, z: &Lanes, o: &mut Lanes, f
     border
 }
 
-/// Runs `f` with AVX2 and FMA where the CPU has them.
-#[inline]
-pub(crate) fn with_fma(f: impl FnOnce()) {
-    #[cfg(target_arch = "x86_64")]
-    if has_fma() {
-        // SAFETY: the CPU has AVX2 and FMA.
-        unsafe { inside(f) };
-        return;
-    }
-    f();
+/// `with_avx2!(f(a: A, b: B))` calls `f`, which must be `#[inline(always)]`, compiled for AVX2 where the CPU has it.
+macro_rules! with_avx2 {
+    ($f:ident($($arg:ident : $t:ty),*)) => {{
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma")]
+        fn inside($($arg: $t),*) {
+            $f($($arg),*);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if $crate::simd::has_fma() {
+            // SAFETY: the CPU has AVX2 and FMA.
+            unsafe { inside($($arg),*) };
+        } else {
+            $f($($arg),*);
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        $f($($arg),*);
+    }};
 }
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn inside(f: impl FnOnce()) {
-    f();
-}
+pub(crate) use with_avx2;

@@ -6,7 +6,7 @@ use super::Cluster;
 use super::warp::{Product, Warp};
 use crate::alu::Lanes;
 use crate::findings::Kind;
-use crate::ir::{Dst, MmaSync, MmaTy, NONE, Op, Src, Wgmma, WgmmaA};
+use crate::ir::{Dst, MmaSync, MmaTy, Op, Src, Wgmma, WgmmaA};
 use crate::num;
 use crate::product;
 use crate::ptx::Space;
@@ -41,11 +41,12 @@ impl Descriptor {
     #[inline]
     pub(super) fn chunk(&self, mn_major: bool, i: usize, c: usize) -> usize {
         let w = self.swizzle.width();
+        let shift = w.trailing_zeros();
         let a = match (mn_major, self.swizzle) {
             (false, Swizzle::None) => self.start + (i / 8) * self.stride + (i % 8) * 16 + c * self.lead,
-            (false, _) => self.start + (i / 8) * self.stride + (i % 8) * w + (c * 16 / w) * self.lead + c * 16 % w,
+            (false, _) => self.start + (i / 8) * self.stride + (i % 8) * w + (c * 16 >> shift) * self.lead + (c * 16 & (w - 1)),
             (true, Swizzle::None) => self.start + c * self.stride + (i / 8) * self.lead + (i % 8) * 16,
-            (true, _) => self.start + (c * 16 / w) * self.lead + c * 16 % w + (i / 8) * self.stride + (i % 8) * w,
+            (true, _) => self.start + (c * 16 >> shift) * self.lead + (c * 16 & (w - 1)) + (i / 8) * self.stride + (i % 8) * w,
         };
         self.swizzle.apply(a & 0x3ffff)
     }
@@ -64,67 +65,110 @@ pub(super) fn element(ty: MmaTy, v: u32) -> f32 {
     }
 }
 
-/// Reads an operand: `rows` (along M or N, from `first`) by `k` values, as `out[k][row]` (or `out[row][k]` if `by_row`).
-#[expect(clippy::too_many_arguments, reason = "the geometry of an operand")]
-pub(super) fn read_operand(
-    data: &[u8],
-    d: &Descriptor,
-    mn_major: bool,
-    ty: MmaTy,
-    first: usize,
-    rows: usize,
-    k: usize,
-    by_row: bool,
-    negate: bool,
-    out: &mut [f32],
-    mut touch: impl FnMut(usize),
-) -> Result<(), usize> {
-    let es = if ty == MmaTy::Tf32 { 4 } else { 2 };
-    let per = 16 / es;
-    let mut put = |row: usize, kk: usize, v: f32| {
-        let v = if negate { -v } else { v };
-        if by_row {
-            out[row * k + kk] = v;
+/// A matrix operand in shared memory: `rows` (along M or N, from `first`) by `k` values.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Operand {
+    pub d: Descriptor,
+    pub mn_major: bool,
+    pub ty: MmaTy,
+    pub first: usize,
+    pub rows: usize,
+    pub k: usize,
+}
+
+impl Operand {
+    /// Elements of a 16-byte chunk.
+    fn per(&self) -> usize {
+        if self.ty == MmaTy::Tf32 { 4 } else { 8 }
+    }
+
+    /// Lines of chunks (along K if MN-major, else along M or N) and chunks of a line.
+    fn extent(&self) -> (usize, usize) {
+        if self.mn_major { (self.k, self.rows / self.per()) } else { (self.rows, self.k / self.per()) }
+    }
+
+    /// Shared offset of a chunk.
+    #[inline(always)]
+    fn at(&self, line: usize, c: usize) -> usize {
+        if self.mn_major {
+            self.d.chunk(true, line, self.first / self.per() + c)
         } else {
-            out[kk * rows + row] = v;
-        }
-    };
-    let get = |at: usize, e: usize| -> f32 {
-        let p = at + e * es;
-        if es == 2 {
-            element(ty, u32::from(u16::from_le_bytes([data[p], data[p + 1]])))
-        } else {
-            element(ty, u32::from_le_bytes([data[p], data[p + 1], data[p + 2], data[p + 3]]))
-        }
-    };
-    if mn_major {
-        for kk in 0..k {
-            for c in 0..rows / per {
-                let at = d.chunk(true, kk, first / per + c);
-                if at + 16 > data.len() {
-                    return Err(at);
-                }
-                touch(at);
-                for e in 0..per {
-                    put(c * per + e, kk, get(at, e));
-                }
-            }
-        }
-    } else {
-        for r in 0..rows {
-            for c in 0..k / per {
-                let at = d.chunk(false, first + r, c);
-                if at + 16 > data.len() {
-                    return Err(at);
-                }
-                touch(at);
-                for e in 0..per {
-                    put(r, c * per + e, get(at, e));
-                }
-            }
+            self.d.chunk(false, self.first + line, c)
         }
     }
-    Ok(())
+
+    /// Offsets of all its chunks, or the first one outside the `len` bytes of shared memory.
+    pub(super) fn chunks(&self, len: usize) -> Result<Vec<usize>, usize> {
+        let (lines, per_line) = self.extent();
+        let mut out = Vec::with_capacity(lines * per_line);
+        for line in 0..lines {
+            for c in 0..per_line {
+                let at = self.at(line, c);
+                if at + 16 > len {
+                    return Err(at);
+                }
+                out.push(at);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Its values as `out[k][row]` (or `out[row][k]` if `by_row`).
+    pub(super) fn read(&self, data: &[u8], by_row: bool, negate: bool, out: &mut [f32]) -> Result<(), usize> {
+        match self.ty {
+            MmaTy::Bf16 => self.read_as::<8>(data, by_row, out, |b| b.map(num::bf16_to_f32)),
+            MmaTy::F16 => self.read_as::<8>(data, by_row, out, |b| b.map(num::f16_to_f32)),
+            MmaTy::Tf32 => self.read_as::<4>(data, by_row, out, |b| {
+                std::array::from_fn(|i| {
+                    element(MmaTy::Tf32, u32::from(b[2 * i]) | u32::from(b[2 * i + 1]) << 16)
+                })
+            }),
+        }?;
+        if negate {
+            out.iter_mut().for_each(|v| *v = -*v);
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn read_as<const P: usize>(
+        &self,
+        data: &[u8],
+        by_row: bool,
+        out: &mut [f32],
+        widen: impl Fn([u16; 8]) -> [f32; P],
+    ) -> Result<(), usize> {
+        let (lines, per_line) = self.extent();
+        let get = |line: usize, c: usize| -> Result<[f32; P], usize> {
+            let at = self.at(line, c);
+            let b: &[u8; 16] = data.get(at..).and_then(|b| b.first_chunk()).ok_or(at)?;
+            Ok(widen(std::array::from_fn(|i| u16::from_le_bytes([b[2 * i], b[2 * i + 1]]))))
+        };
+        if by_row != self.mn_major {
+            // Chunks lie along what is contiguous in the result.
+            for (line, to) in out.chunks_exact_mut(per_line * P).enumerate().take(lines) {
+                for (c, to) in to.chunks_exact_mut(P).enumerate() {
+                    to.copy_from_slice(&get(line, c)?);
+                }
+            }
+        } else {
+            // Blocks of eight lines are turned.
+            for block in (0..lines).step_by(8) {
+                for c in 0..per_line {
+                    let mut values = [[0f32; P]; 8];
+                    for (i, v) in values.iter_mut().enumerate() {
+                        *v = get(block + i, c)?;
+                    }
+                    for e in 0..P {
+                        let at = (c * P + e) * lines + block;
+                        let line: [f32; 8] = std::array::from_fn(|i| values[i][e]);
+                        out[at..at + 8].copy_from_slice(&line);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Cluster<'_> {
@@ -177,17 +221,18 @@ impl Cluster<'_> {
         // What it reads is noted now; the values are taken when it runs.
         let (slot, cta) = (self.wgmma_slot(w.index), w.cta);
         let mut touched = vec![];
-        let mut scan = |desc: u64, mn: bool, first: usize, rows: usize, c: &Self| -> Result<(), String> {
+        let len = self.ctas[cta].smem.data.len();
+        let mut scan = |desc: u64, mn_major: bool, first: usize, rows: usize| -> Result<(), String> {
             let d = Descriptor::hopper(desc)?;
-            let mut sink = vec![0f32; rows * k];
-            read_operand(&c.ctas[cta].smem.data, &d, mn, g.ty, first, rows, k, true, false, &mut sink, |at| {
-                touched.push(at)
-            })
-            .map_err(|at| format!("descriptor {desc:#018x} reaches shared offset {at:#x}, outside the CTA's memory"))
+            let chunks = Operand { d, mn_major, ty: g.ty, first, rows, k }.chunks(len);
+            touched.extend(chunks.map_err(|at| {
+                format!("descriptor {desc:#018x} reaches shared offset {at:#x}, outside the CTA's memory")
+            })?);
+            Ok(())
         };
-        let mut r = scan(desc_b, g.trans_b, 0, g.n as usize, self);
+        let mut r = scan(desc_b, g.trans_b, 0, g.n as usize);
         if r.is_ok() && regs.is_none() {
-            r = scan(desc_a, g.trans_a, 16 * (w.id as usize % 4), 16, self);
+            r = scan(desc_a, g.trans_a, 16 * (w.id as usize % 4), 16);
         }
         if let Err(e) = r {
             self.report(w, 0, Kind::BadOperand, None, e);
@@ -204,7 +249,9 @@ impl Cluster<'_> {
                 );
                 continue;
             }
-            self.note_shared_read(w, 0, cta, at, 16, slot, group, true, false);
+            if self.l.cfg.detect {
+                self.note_shared_read(w, 0, cta, at, 16, slot, group, true, false);
+            }
         }
         // B is read once for the four warps.
         self.counters.shared_tensor += u64::from(g.n) * 8 + if regs.is_some() { 0 } else { 512 };
@@ -240,7 +287,9 @@ impl Cluster<'_> {
             }
             if !w.products[i].done {
                 let p = w.products[i].clone();
+                let start = self.matrix_clock();
                 self.run_product(w, &p);
+                self.counters.matrix_nanos += self.matrix_clock() - start;
                 w.products[i].done = true;
             }
         }
@@ -287,25 +336,38 @@ impl Cluster<'_> {
         let data = &self.ctas[w.cta].smem.data;
         let mut b = vec![0f32; k * n];
         let mut a = vec![0f32; 16 * k];
-        let Ok(db) = Descriptor::hopper(p.desc_b) else { return };
-        if read_operand(data, &db, g.trans_b, g.ty, 0, n, k, false, g.neg_b, &mut b, |_| {}).is_err() {
+        let Ok(d) = Descriptor::hopper(p.desc_b) else { return };
+        let operand = Operand { d, mn_major: g.trans_b, ty: g.ty, first: 0, rows: n, k };
+        if operand.read(data, false, g.neg_b, &mut b).is_err() {
             return;
         }
         match &p.a {
             Some(r) => fragment_a(g.ty, r.as_slice(), &mut a, g.neg_a),
             None => {
-                let Ok(da) = Descriptor::hopper(p.desc_a) else { return };
+                let Ok(d) = Descriptor::hopper(p.desc_a) else { return };
                 let first = 16 * (w.id as usize % 4);
-                if read_operand(data, &da, g.trans_a, g.ty, first, 16, k, true, g.neg_a, &mut a, |_| {}).is_err() {
+                let operand = Operand { d, mn_major: g.trans_a, ty: g.ty, first, rows: 16, k };
+                if operand.read(data, true, g.neg_a, &mut a).is_err() {
                     return;
                 }
             }
         }
         let mut acc = vec![0f32; 16 * n];
         if p.keep {
-            for_fragment(n, |j, lane, row, col| {
-                acc[row * n + col] = read_acc(&w.regs, &g.d, g.f16_acc, j, lane);
-            });
+            if g.f16_acc {
+                for_fragment(n, |j, lane, row, col| {
+                    acc[row * n + col] = num::f16_to_f32((w.regs[g.d[j / 2] as usize][lane] >> (16 * (j % 2))) as u16);
+                });
+            } else {
+                for (j, d) in g.d.iter().enumerate() {
+                    let first = 8 * n * (j / 2 % 2) + 8 * (j / 4) + j % 2;
+                    for (row, lanes) in acc[first..].chunks_mut(n).zip(w.regs[*d as usize].chunks_exact(4)) {
+                        for (i, v) in lanes.iter().enumerate() {
+                            row[2 * i] = f32::from_bits(*v as u32);
+                        }
+                    }
+                }
+            }
         }
         product::Columns::new(&b, n, types(g.ty, g.f16_acc)).accumulate(&mut acc, &a);
         if g.f16_acc {
@@ -315,9 +377,14 @@ impl Cluster<'_> {
                 *reg = if j % 2 == 0 { (*reg & 0xffff_0000) | v } else { (*reg & 0xffff) | v << 16 };
             });
         } else {
-            for_fragment(n, |j, lane, row, col| {
-                w.regs[g.d[j] as usize][lane] = u64::from(num::canon32(acc[row * n + col]).to_bits());
-            });
+            for (j, d) in g.d.iter().enumerate() {
+                let first = 8 * n * (j / 2 % 2) + 8 * (j / 4) + j % 2;
+                for (row, lanes) in acc[first..].chunks(n).zip(w.regs[*d as usize].chunks_exact_mut(4)) {
+                    for (i, v) in lanes.iter_mut().enumerate() {
+                        *v = u64::from(num::canon32(row[2 * i]).to_bits());
+                    }
+                }
+            }
         }
     }
 
@@ -455,16 +522,6 @@ fn for_fragment(n: usize, mut f: impl FnMut(usize, usize, usize, usize)) {
             let col = 8 * (j / 4) + (lane % 4) * 2 + j % 2;
             f(j, lane, row, col);
         }
-    }
-}
-
-fn read_acc(regs: &[Lanes], d: &[Dst], f16: bool, j: usize, lane: usize) -> f32 {
-    if f16 {
-        num::f16_to_f32((regs[d[j / 2] as usize][lane] >> (16 * (j % 2))) as u16)
-    } else if d[j] == NONE {
-        0.0
-    } else {
-        f32::from_bits(regs[d[j] as usize][lane] as u32)
     }
 }
 

@@ -197,6 +197,11 @@ impl<'a> Cluster<'a> {
         }
     }
 
+    /// CPU time of this thread in nanoseconds where matrix arithmetic is timed, else 0.
+    pub(crate) fn matrix_clock(&self) -> u64 {
+        if self.l.cfg.time_matrix { crate::clock::cpu_nanos() } else { 0 }
+    }
+
     pub(crate) fn wgmma_slot(&self, w: usize) -> u32 {
         (self.warps.len() + w) as u32
     }

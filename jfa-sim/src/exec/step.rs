@@ -38,6 +38,18 @@ impl<'a> Cluster<'a> {
         }
     }
 
+    /// The lanes of a source, in place if it is a register.
+    #[inline]
+    fn lanes<'s>(&self, w: &'s Warp, s: Src, space: &'s mut Lanes) -> &'s Lanes {
+        match s {
+            Src::Reg(r) => &w.regs[r as usize],
+            s => {
+                self.fetch(w, s, space);
+                space
+            }
+        }
+    }
+
     /// One lane of a source.
     #[inline]
     pub(super) fn lane_src(&self, w: &Warp, s: Src, lane: u32) -> u64 {
@@ -430,24 +442,18 @@ impl<'a> Cluster<'a> {
         match &inst.op {
             Op::Nop => {}
             Op::A1(f, d, s) => {
-                self.fetch(w, *s, &mut a);
-                f(&a, &mut o);
+                f(self.lanes(w, *s, &mut a), &mut o);
                 if inst.class == Class::Exp {
                     self.counters.exponentials += u64::from(mask.count_ones());
                 }
                 w.set(*d, mask, &o);
             }
             Op::A2(f, d, s, t) => {
-                self.fetch(w, *s, &mut a);
-                self.fetch(w, *t, &mut b);
-                f(&a, &b, &mut o);
+                f(self.lanes(w, *s, &mut a), self.lanes(w, *t, &mut b), &mut o);
                 w.set(*d, mask, &o);
             }
             Op::A3(f, d, s, t, u) => {
-                self.fetch(w, *s, &mut a);
-                self.fetch(w, *t, &mut b);
-                self.fetch(w, *u, &mut c);
-                f(&a, &b, &c, &mut o);
+                f(self.lanes(w, *s, &mut a), self.lanes(w, *t, &mut b), self.lanes(w, *u, &mut c), &mut o);
                 w.set(*d, mask, &o);
             }
             Op::Mov(d, s) => {
@@ -509,9 +515,7 @@ impl<'a> Cluster<'a> {
                 w.set(*d, mask, &o);
             }
             Op::Setp { f, p, q, a: s, b: t, with } => {
-                self.fetch(w, *s, &mut a);
-                self.fetch(w, *t, &mut b);
-                let r = f(&a, &b);
+                let r = f(self.lanes(w, *s, &mut a), self.lanes(w, *t, &mut b));
                 let (mut v, mut n) = (r, !r);
                 if let Some((op, x)) = with {
                     let x = self.pred(w, *x);

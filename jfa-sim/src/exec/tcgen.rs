@@ -13,7 +13,7 @@
 
 use super::Cluster;
 use super::engine::{Job, Spot};
-use super::matrix::{Descriptor, read_operand};
+use super::matrix::{Descriptor, Operand};
 use super::warp::{State, Warp};
 use crate::alu::Lanes;
 use crate::clock::{Knowledge, VClock};
@@ -480,14 +480,14 @@ impl Cluster<'_> {
         let mut touched: Vec<(usize, usize)> = vec![];
         let mut failed = None;
         for &c in &m.ctas {
-            let data = &self.ctas[c].smem.data;
-            let mut scan = |desc: u64, mn: bool, rows: usize| -> Result<(), String> {
+            let len = self.ctas[c].smem.data.len();
+            let mut scan = |desc: u64, mn_major: bool, rows: usize| -> Result<(), String> {
                 let d = Descriptor::blackwell(desc)?;
-                let mut sink = vec![0f32; rows * m.k];
-                read_operand(data, &d, mn, m.ty, 0, rows, m.k, true, false, &mut sink, |at| touched.push((c, at)))
-                    .map_err(|at| {
-                        format!("descriptor {desc:#018x} reaches shared offset {at:#x}, outside the CTA's memory")
-                    })
+                let chunks = Operand { d, mn_major, ty: m.ty, first: 0, rows, k: m.k }.chunks(len).map_err(|at| {
+                    format!("descriptor {desc:#018x} reaches shared offset {at:#x}, outside the CTA's memory")
+                })?;
+                touched.extend(chunks.into_iter().map(|at| (c, at)));
+                Ok(())
             };
             let mut r = scan(m.b, m.trans_b, m.n / groups);
             if r.is_ok() && !m.a_tmem {
@@ -568,7 +568,11 @@ impl Cluster<'_> {
     /// Runs tensor core work that is due.
     pub(super) fn tcgen_complete(&mut self, t: Work, place: Place) {
         match t.kind {
-            WorkKind::Mma(m) => self.run_mma(&m),
+            WorkKind::Mma(m) => {
+                let start = self.matrix_clock();
+                self.run_mma(&m);
+                self.counters.matrix_nanos += self.matrix_clock() - start;
+            }
             WorkKind::Cp { ctas, shape, addr, desc } => {
                 let Ok(d) = Descriptor::blackwell(desc) else { return };
                 let (rows, chunks) = cp_extent(shape);
@@ -616,7 +620,8 @@ impl Cluster<'_> {
         for (i, &c) in m.ctas.iter().enumerate() {
             let mut part = vec![0f32; k * share];
             let data = &self.ctas[c].smem.data;
-            if read_operand(data, &db, m.trans_b, m.ty, 0, share, k, false, m.neg_b, &mut part, |_| {}).is_err() {
+            let operand = Operand { d: db, mn_major: m.trans_b, ty: m.ty, first: 0, rows: share, k };
+            if operand.read(data, false, m.neg_b, &mut part).is_err() {
                 return;
             }
             for kk in 0..k {
@@ -644,8 +649,8 @@ impl Cluster<'_> {
                 }
             } else {
                 let Ok(da) = Descriptor::blackwell(m.a) else { return };
-                let data = &self.ctas[c].smem.data;
-                if read_operand(data, &da, m.trans_a, m.ty, 0, rows, k, true, m.neg_a, &mut a, |_| {}).is_err() {
+                let operand = Operand { d: da, mn_major: m.trans_a, ty: m.ty, first: 0, rows, k };
+                if operand.read(&self.ctas[c].smem.data, true, m.neg_a, &mut a).is_err() {
                     return;
                 }
             }
