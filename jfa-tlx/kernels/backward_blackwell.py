@@ -18,13 +18,14 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from backward_common import clamp_to, diagonal, key_range, row_range, sequence_fields, uncut_keys, uncut_rows
-from backward_roles import (BLOCK, BULK, FIELDS, HEAD, HI, LEAST, LO, MAX, MORE, MOST, RECORDS, REST, ROW, ROWS, STATE, VECTOR_ROW, cut_tiles,
-                            dkdv_producer, dkdv_vectors, dq_producer, dq_vectors, field, finish, kept, place_of, publish)
-from common import BOUND
+from backward_roles import (BLOCK, BULK, FIELDS, HEAD, HI, LEAST, LO, MAX, MORE, MOST, RECORDS, REST, ROW, ROWS, STATE, VECTOR_END, VECTOR_HEAD,
+                            VECTOR_ROW, cut_tiles, dkdv_producer, dq_producer, dq_vectors, field, finish, kept, place_of, publish)
+from common import BOUND, LOG2_E
 from tickets import next_item, opening_item
 
 TILE = tl.constexpr(128)  # streamed rows
 PART = tl.constexpr(64)   # columns of a warpgroup
+FOLD = tl.constexpr(16)   # a product's step along the summed dimension
 
 
 @triton.jit
@@ -38,6 +39,12 @@ def meet(CTAS: tl.constexpr):
     for it, although they arrive at another one when they end."""
     if CTAS > 1:
         tl.inline_asm_elementwise("barrier.cluster.wait.aligned; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def can_fold(scale_log2):
+    """Whether lse can be subtracted before the scores are scaled: lse / scale must be a number."""
+    return tl.abs(scale_log2) > 7.9e-31
 
 
 @triton.jit
@@ -435,6 +442,79 @@ def backward_dq_broadcast_tlx(q_map, k_map, v_map, o_map, d_o_map, partial, lse,
 
 # ------------------------------------------------------------------------------------------------------------------- dk/dv pass
 @triton.jit
+def split(x):
+    """x as the sum of three bf16, exact but for what is below 2^-24 of it."""
+    high = x.to(tl.bfloat16)
+    # An infinity stands alone.
+    rest = tl.where(tl.abs(x) < float("inf"), x - high.to(tl.float32), 0.0)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def terms(x):
+    """The columns that, times ones, add x to every row of a product. A thread has all columns of its row, in whatever order."""
+    high, middle, low = split(x)
+    four = tl.join(tl.join(high, middle), tl.join(low, tl.zeros_like(low)))
+    eight = tl.join(four, tl.zeros_like(four))
+    return tl.reshape(tl.join(eight, tl.zeros_like(eight)), [x.shape[0], FOLD])
+
+
+@triton.jit
+def fold_vectors(lse, lse_head, delta, delta_head, scale_log2, cells, item_full, item_empty, ones, lse_terms, delta_terms, lse_tiles, lse_full,
+                 fold_full, vector_empty, STAGES: tl.constexpr, CTAS: tl.constexpr):
+    """lse (base 2, +inf where p must be 0) and delta of every streamed tile's rows, as columns that the products subtract (of a pair each
+    has its half of the rows); lse of all rows as numbers where the scale is so small that it cannot be divided by."""
+    folded = can_fold(scale_log2)
+    # Without folding the terms are 0, and p becomes 0 by lse itself.
+    divisor = tl.where(folded, scale_log2, float("inf"))
+    far = tl.where(folded, tl.where(scale_log2 < 0, float("-inf"), float("inf")), 0.0)
+    tlx.local_store(ones[0], tl.full([BLOCK, FOLD], 1.0, tl.bfloat16))
+    SHARE: tl.constexpr = TILE // CTAS
+    share = 0
+    if CTAS > 1:
+        share = tlx.cluster_cta_rank() * SHARE
+    record = 0
+    place = 0
+    tlx.barrier_wait(item_full[0], 0)
+    state = field(cells, record, STATE)
+    while state >= 0:
+        head = field(cells, record, VECTOR_HEAD).to(tl.int64)
+        first = field(cells, record, VECTOR_ROW)
+        end = field(cells, record, VECTOR_END)
+        lo = field(cells, record, LO)
+        bulk = field(cells, record, BULK)
+        rest = field(cells, record, REST)
+        hi = field(cells, record, HI)
+        tlx.barrier_arrive(item_empty[record % RECORDS])
+        lse_base = lse + head * lse_head + first
+        delta_base = delta + head * delta_head + first
+        for index in range(0, tl.cdiv(hi - lo, TILE)):
+            row = place_of(index, lo, bulk, rest, hi, TILE)
+            stage = place % STAGES
+            tlx.barrier_wait(vector_empty[stage], (place // STAGES & 1) ^ 1)
+            for part in tl.static_range(SHARE // PART):
+                i = row + share + part * PART + tl.arange(0, PART)
+                x = tl.load(lse_base + i, mask=i < end, other=float("inf")) * LOG2_E
+                y = tl.load(delta_base + i, mask=i < end, other=0.0)
+                x = tl.where(tl.abs(x) < float("inf"), x / divisor, tl.where(x == x, far, x))
+                tlx.local_store(tlx.local_slice(lse_terms[stage], [part * PART, 0], [PART, FOLD]), terms(-x))
+                tlx.local_store(tlx.local_slice(delta_terms[stage], [part * PART, 0], [PART, FOLD]), terms(-y))
+            if not folded:
+                rows = row + tl.arange(0, TILE)
+                z = tl.load(lse_base + rows, mask=rows < end, other=float("inf")) * LOG2_E
+                tlx.local_store(lse_tiles[stage], tl.where(z == float("-inf"), float("inf"), z))
+            tlx.fence("async_shared")
+            tlx.barrier_arrive(lse_full[stage])
+            signal(fold_full[stage], CTAS)
+            place += 1
+        record += 1
+        tlx.barrier_wait(item_full[record % RECORDS], record // RECORDS & 1)
+        state = field(cells, record, STATE)
+    tlx.barrier_arrive(item_empty[record % RECORDS])
+
+
+@triton.jit
 def dkdv_pairs(q_map, k_map, v_map, d_o_map, header, sequences, backward_units, heads_kv, group, left, right, bottom_right, o_rows, kv_rows,
                cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, resident_empty, x_parts, y_parts, zx_parts, zy_parts, x_full,
                y_full, ring_empty, answer, answer_full, answer_empty, KEY_ROWS: tl.constexpr, STAGES: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -496,7 +576,8 @@ def dkdv_pairs(q_map, k_map, v_map, d_o_map, header, sequences, backward_units, 
 
 
 @triton.jit
-def dkdv_issue(cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, ready, x_tiles, y_tiles, zx_tiles, zy_tiles, x_full, y_full, ring_empty,
+def dkdv_issue(cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, ready, x_tiles, y_tiles, zx_tiles, zy_tiles, x_full, y_full, ring_empty, ones,
+               lse_terms, delta_terms, fold_full,
                s_sums, p_tiles, dp_sums, ds_tiles, dk_sums, dv_sums, s_full, p_full, dp_full, ds_full, sums_full, sums_empty, finished,
                SLOTS: tl.constexpr, STAGES: tl.constexpr, HEAD_DIM: tl.constexpr, CTAS: tl.constexpr):
     """All products of a tile's segments: dv of a step, s of the next, dk, dp of the next."""
@@ -528,13 +609,16 @@ def dkdv_issue(cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, r
                     tlx.barrier_wait(p_full[0], before & 1)
                     add(p_tiles, zy_tiles[before % STAGES], dv_sums[0], (before == begin).to(tl.int32), HEAD_DIM, CTAS)
                 tlx.barrier_wait(x_full[stage], place // STAGES & 1)
-                tlx.async_dot(a_tiles[slot], tlx.local_trans(x_tiles[stage]), s_sums[0], use_acc=False, two_ctas=CTAS > 1, mBarriers=[s_full[0]])
+                tlx.async_dot(a_tiles[slot], tlx.local_trans(x_tiles[stage]), s_sums[0], use_acc=False, two_ctas=CTAS > 1, force_async=True)
+                tlx.barrier_wait(fold_full[stage], place // STAGES & 1)
+                tlx.async_dot(ones[0], tlx.local_trans(lse_terms[stage]), s_sums[0], use_acc=True, two_ctas=CTAS > 1, mBarriers=[s_full[0]])
                 if place > begin:
                     tlx.barrier_wait(ds_full[0], before & 1)
                     add(ds_tiles, zx_tiles[before % STAGES], dk_sums[0], (before == begin).to(tl.int32), HEAD_DIM, CTAS)
                     tlx.tcgen05_commit(ring_empty[before % STAGES], two_ctas=CTAS > 1)
                 tlx.barrier_wait(y_full[stage], place // STAGES & 1)
-                tlx.async_dot(b_tiles[slot], tlx.local_trans(y_tiles[stage]), dp_sums[0], use_acc=False, two_ctas=CTAS > 1,
+                tlx.async_dot(b_tiles[slot], tlx.local_trans(y_tiles[stage]), dp_sums[0], use_acc=False, two_ctas=CTAS > 1, force_async=True)
+                tlx.async_dot(ones[0], tlx.local_trans(delta_terms[stage]), dp_sums[0], use_acc=True, two_ctas=CTAS > 1,
                               mBarriers=[dp_full[0]])
                 place += 1
             record += 1
@@ -571,14 +655,15 @@ def select(me: tl.constexpr, row, cells, record, x):
 
 
 @triton.jit
-def dkdv_weigh(me: tl.constexpr, place, index, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
-               vector_full, vector_empty, cells, record, scale_log2, dtype: tl.constexpr, STAGES: tl.constexpr, CTAS: tl.constexpr):
+def dkdv_weigh(me: tl.constexpr, place, index, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles,
+               lse_full, vector_empty, cells, record, scale_log2, dtype: tl.constexpr, STAGES: tl.constexpr, CTAS: tl.constexpr):
     stage = place % STAGES
-    tlx.barrier_wait(vector_full[stage], place // STAGES & 1)
     tlx.barrier_wait(s_full[0], place & 1)
-    lse_rows = tlx.local_load(tlx.local_slice(lse_tiles[stage], [me * PART], [PART]))
-    s = tlx.local_load(s_parts[me])
-    p = tl.math.exp2(tl.minimum(s * scale_log2 - lse_rows[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    s = tlx.local_load(s_parts[me]) * scale_log2
+    if not can_fold(scale_log2):
+        tlx.barrier_wait(lse_full[stage], place // STAGES & 1)
+        s -= tlx.local_load(tlx.local_slice(lse_tiles[stage], [me * PART], [PART]))[None, :]
+    p = tl.math.exp2(tl.minimum(s, 0.0, propagate_nan=tl.PropagateNan.ALL))
     lo = field(cells, record, LO)
     bulk = field(cells, record, BULK)
     rest = field(cells, record, REST)
@@ -590,8 +675,7 @@ def dkdv_weigh(me: tl.constexpr, place, index, s_parts, p_tiles, dp_parts, ds_ti
     tlx.local_store(p_tiles[2 * me], p.to(dtype))
     signal(p_full[0], CTAS)
     tlx.barrier_wait(dp_full[0], place & 1)
-    dp = tlx.local_load(dp_parts[me])
-    ds = p * (dp - tlx.local_load(tlx.local_slice(delta_tiles[stage], [me * PART], [PART]))[None, :])
+    ds = p * tlx.local_load(dp_parts[me])
     if cut:  # where p is 0 the other factor need not be finite
         ds = select(me, row, cells, record, ds)
     tlx.local_store(ds_tiles[2 * me], ds.to(dtype))
@@ -601,8 +685,7 @@ def dkdv_weigh(me: tl.constexpr, place, index, s_parts, p_tiles, dp_parts, ds_ti
 
 @triton.jit
 def dkdv_weights(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, item_full, item_empty, a_full, b_full, ready, resident_empty,
-                 lse_tiles,
-                 delta_tiles, vector_full, vector_empty, s_parts, p_tiles, dp_parts, ds_tiles, dk_sums, dv_sums, s_full, p_full, dp_full,
+                 lse_tiles, lse_full, vector_empty, s_parts, p_tiles, dp_parts, ds_tiles, dk_sums, dv_sums, s_full, p_full, dp_full,
                  ds_full, sums_full, sums_empty, dk_out, dv_out, SLOTS: tl.constexpr, STAGES: tl.constexpr, HEAD_DIM: tl.constexpr,
                  CTAS: tl.constexpr):
     dtype: tl.constexpr = tlx.dtype_of(dk_map)
@@ -624,8 +707,8 @@ def dkdv_weights(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, ite
         more = state + 0
         while more >= 0:
             for index in tl.range(0, tl.cdiv(field(cells, record, HI) - field(cells, record, LO), TILE)):
-                dkdv_weigh(me, place, index, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, delta_tiles,
-                           vector_full, vector_empty, cells, record, scale_log2, dtype, STAGES, CTAS)
+                dkdv_weigh(me, place, index, s_parts, p_tiles, dp_parts, ds_tiles, s_full, p_full, dp_full, ds_full, lse_tiles, lse_full,
+                           vector_empty, cells, record, scale_log2, dtype, STAGES, CTAS)
                 place += 1
             # The record is kept to the end of its last segment: the results are stored by it.
             more = -1 + (field(cells, record, STATE) & MORE)
@@ -683,7 +766,9 @@ def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, 
         zx_parts = tlx.local_alloc((PART, PART), dtype, STAGES * (TILE // PART), reuse=zx_tiles)
         zy_parts = tlx.local_alloc((PART, PART), dtype, STAGES * (TILE // PART), reuse=zy_tiles)
     lse_tiles = tlx.local_alloc((TILE, ), tl.float32, STAGES)
-    delta_tiles = tlx.local_alloc((TILE, ), tl.float32, STAGES)
+    ones = tlx.local_alloc((BLOCK, FOLD), tl.bfloat16, 1)
+    lse_terms = tlx.local_alloc((TILE // CTAS, FOLD), tl.bfloat16, STAGES)
+    delta_terms = tlx.local_alloc((TILE // CTAS, FOLD), tl.bfloat16, STAGES)
     s_sums = tlx.local_alloc((BLOCK, TILE), tl.float32, 1, tlx.storage_kind.tmem)
     s_parts = tlx.local_alloc((BLOCK, PART), tl.float32, 2, tlx.storage_kind.tmem, reuse=s_sums)
     p_tiles = tlx.local_alloc((BLOCK, PART), dtype, 4, tlx.storage_kind.tmem, reuse=s_sums)
@@ -701,7 +786,8 @@ def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, 
     x_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
     y_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
     ring_empty = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
-    vector_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
+    lse_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
+    fold_full = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=CTAS)
     vector_empty = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=2)
     s_full = tlx.alloc_barriers(num_barriers=1, arrive_count=1)
     p_full = tlx.alloc_barriers(num_barriers=1, arrive_count=2 * CTAS)
@@ -720,22 +806,22 @@ def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             dkdv_weights(0, dk_map, dv_map, scale, scale_log2, cells, item_full, item_empty, a_full, b_full, ready, resident_empty,
-                         lse_tiles, delta_tiles, vector_full, vector_empty, s_parts, p_tiles, dp_parts, ds_tiles, dk_sums, dv_sums, s_full, p_full,
+                         lse_tiles, lse_full, vector_empty, s_parts, p_tiles, dp_parts, ds_tiles, dk_sums, dv_sums, s_full, p_full,
                          dp_full, ds_full, sums_full, sums_empty, dk_out, dv_out, SLOTS, STAGES, HEAD_DIM, CTAS)
         with tlx.async_task(num_warps=4, registers=208):
             meet(CTAS)
             dkdv_weights(1, dk_map, dv_map, scale, scale_log2, cells, item_full, item_empty, a_full, b_full, ready, resident_empty,
-                         lse_tiles, delta_tiles, vector_full, vector_empty, s_parts, p_tiles, dp_parts, ds_tiles, dk_sums, dv_sums, s_full, p_full,
+                         lse_tiles, lse_full, vector_empty, s_parts, p_tiles, dp_parts, ds_tiles, dk_sums, dv_sums, s_full, p_full,
                          dp_full, ds_full, sums_full, sums_empty, dk_out, dv_out, SLOTS, STAGES, HEAD_DIM, CTAS)
         with tlx.async_task(num_warps=1, registers=88):
             meet(CTAS)
             if CTAS == 1:
                 dkdv_issue(cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, ready, x_tiles, y_tiles, zx_tiles, zy_tiles, x_full,
-                           y_full, ring_empty, s_sums, p_tiles, dp_sums, ds_tiles, dk_sums, dv_sums, s_full, p_full, dp_full, ds_full,
+                           y_full, ring_empty, ones, lse_terms, delta_terms, fold_full, s_sums, p_tiles, dp_sums, ds_tiles, dk_sums, dv_sums, s_full, p_full, dp_full, ds_full,
                            sums_full, sums_empty, finished, SLOTS, STAGES, HEAD_DIM, CTAS)
             elif tlx.cluster_cta_rank() == 0:
                 dkdv_issue(cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full, ready, x_tiles, y_tiles, zx_tiles, zy_tiles, x_full,
-                           y_full, ring_empty, s_sums, p_tiles, dp_sums, ds_tiles, dk_sums, dv_sums, s_full, p_full, dp_full, ds_full,
+                           y_full, ring_empty, ones, lse_terms, delta_terms, fold_full, s_sums, p_tiles, dp_sums, ds_tiles, dk_sums, dv_sums, s_full, p_full, dp_full, ds_full,
                            sums_full, sums_empty, finished, SLOTS, STAGES, HEAD_DIM, CTAS)
             else:
                 stand_by(cells, item_full, item_empty)
@@ -750,11 +836,11 @@ def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, 
                               bottom_right, o_rows, kv_rows, batch, kv_batch, 0, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
                               resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS, SLOTS, STAGES, TILE, HEAD_DIM, PERSISTENT,
                               INDEXED, False, answer, answer_full)
-        # A twelfth warp without a task would arrive and never wait.
-        with tlx.async_task(num_warps=CTAS, registers=88):
+        # Of a pair a twelfth warp without a task would arrive and never wait.
+        with tlx.async_task(num_warps=2, registers=88):
             meet(CTAS)
-            dkdv_vectors(lse, lse_head, delta, delta_head, cells, item_full, item_empty, lse_tiles, delta_tiles, vector_full, vector_empty,
-                         STAGES, TILE)
+            fold_vectors(lse, lse_head, delta, delta_head, scale_log2, cells, item_full, item_empty, ones, lse_terms, delta_terms, lse_tiles,
+                         lse_full, fold_full, vector_empty, STAGES, CTAS)
 
 
 @triton.jit
