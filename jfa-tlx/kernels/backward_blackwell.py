@@ -833,9 +833,9 @@ def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, 
                            zy_parts, x_full, y_full, ring_empty, answer, answer_full, answer_empty, KEY_ROWS, STAGES, HEAD_DIM, CTAS)
             else:
                 dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_units, counter, kv_table, heads_kv, group, left, right,
-                              bottom_right, o_rows, kv_rows, batch, kv_batch, 0, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
+                              bottom_right, o_rows, kv_rows, batch, kv_batch, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
                               resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS, SLOTS, STAGES, TILE, HEAD_DIM, PERSISTENT,
-                              INDEXED, False, answer, answer_full)
+                              INDEXED, answer, answer_full)
         # Of a pair a twelfth warp without a task would arrive and never wait.
         with tlx.async_task(num_warps=2, registers=88):
             meet(CTAS)

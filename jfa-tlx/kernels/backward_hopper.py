@@ -231,20 +231,18 @@ def backward_dq_broadcast_tlx(q_map, k_map, v_map, o_map, d_o_map, partial, lse,
 
 @triton.jit
 def dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles, vector_full,
-              vector_empty, place, vector, scale_log2,
-              cells, record, row, above, dtype: tl.constexpr, STAGES: tl.constexpr, VECTORS: tl.constexpr, CUT: tl.constexpr):
+              vector_empty, place, scale_log2, cells, record, row, above, dtype: tl.constexpr, STAGES: tl.constexpr, CUT: tl.constexpr):
     stage = place % STAGES
     phase = place // STAGES & 1
     # All waits before the products: a loop between them would make the assembler finish one before the next.
     tlx.barrier_wait(x_full[stage], phase)
     tlx.barrier_wait(y_full[stage], phase)
-    slot = vector % VECTORS
-    tlx.barrier_wait(vector_full[slot], vector // VECTORS & 1)
+    tlx.barrier_wait(vector_full[stage], phase)
     mine = uniform(mine)
     s = tlx.async_dot(a_tiles[mine], tlx.local_trans(x_tiles[stage]))
     dp = tlx.async_dot(b_tiles[mine], tlx.local_trans(y_tiles[stage]))
     s = tlx.async_dot_wait(1, s)
-    p = tl.math.exp2(tl.minimum(s * scale_log2 - tlx.local_load(lse_tiles[slot])[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    p = tl.math.exp2(tl.minimum(s * scale_log2 - tlx.local_load(lse_tiles[stage])[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     if CUT:
         jj = above + tl.arange(0, HALF)[:, None]
         ii = anew(tl.arange(0, TILE))[None, :]
@@ -252,8 +250,8 @@ def dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, 
         last = jj - clamp_to(field(cells, record, LEAST).to(tl.int64) + row, -1024, 1024)
         p = tl.where((ii >= first) & (ii <= last), p, 0.0)
     dp = tlx.async_dot_wait(0, dp)
-    ds = p * (dp - tlx.local_load(delta_tiles[slot])[None, :])
-    release(vector_empty[slot])
+    ds = p * (dp - tlx.local_load(delta_tiles[stage])[None, :])
+    release(vector_empty[stage])
     if CUT:  # where p is 0 the other factor need not be finite
         ds = tl.where((ii >= first) & (ii <= last), ds, 0.0)
     dv = tlx.async_dot(p.to(dtype), y_tiles[stage], dv)
@@ -292,13 +290,12 @@ def dkdv_consumer(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, it
                 cut = cut_tiles(lo, bulk, rest, hi, TILE)
                 for index in tl.range(0, cut):
                     dk, dv = dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles,
-                                       vector_full, vector_empty, place, place, scale_log2, cells, record,
-                                       place_of(index, lo, bulk, rest, hi, TILE), me * HALF, dtype, STAGES, STAGES, True)
+                                       vector_full, vector_empty, place, scale_log2, cells, record,
+                                       place_of(index, lo, bulk, rest, hi, TILE), me * HALF, dtype, STAGES, True)
                     place += 1
                 for index in tl.range(cut, tl.cdiv(hi - lo, TILE)):
                     dk, dv = dkdv_step(dk, dv, a_tiles, b_tiles, mine, x_tiles, y_tiles, x_full, y_full, ring_empty, lse_tiles, delta_tiles,
-                                       vector_full, vector_empty, place, place, scale_log2, cells, record, 0, me * HALF, dtype, STAGES, STAGES,
-                                       False)
+                                       vector_full, vector_empty, place, scale_log2, cells, record, 0, me * HALF, dtype, STAGES, False)
                     place += 1
             else:
                 end = place + tl.cdiv(field(cells, record, HI) - lo, TILE)
@@ -338,8 +335,7 @@ def dkdv_consumer(me: tl.constexpr, dk_map, dv_map, scale, scale_log2, cells, it
 @triton.jit
 def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter, kv_table, lse_head,
               delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch, kv_batch,
-              broadcast, KEY_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, INDEXED: tl.constexpr,
-              FUSED: tl.constexpr):
+              KEY_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, INDEXED: tl.constexpr):
     dtype: tl.constexpr = tlx.dtype_of(q_map)
     a_tiles = tlx.local_alloc((HALF, HEAD_DIM), dtype, 4)
     b_tiles = tlx.local_alloc((HALF, HEAD_DIM), dtype, 4)
@@ -369,21 +365,20 @@ def dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, 
                           HEAD_DIM)
         with tlx.async_task(num_warps=1, registers=40):
             dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_units, counter, kv_table, heads_kv, group, left, right,
-                          bottom_right, o_rows, kv_rows, batch, kv_batch, broadcast, cells, item_full, item_empty, a_tiles, b_tiles, a_full,
+                          bottom_right, o_rows, kv_rows, batch, kv_batch, cells, item_full, item_empty, a_tiles, b_tiles, a_full,
                           b_full, resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS, 2, STAGES, TILE, HEAD_DIM,
-                          PERSISTENT, INDEXED, FUSED)
+                          PERSISTENT, INDEXED)
         with tlx.async_task(num_warps=1, registers=40):
             dkdv_vectors(lse, lse_head, delta, delta_head, cells, item_full, item_empty, lse_tiles, delta_tiles, vector_full, vector_empty, STAGES, TILE)
 
 
 @triton.jit
 def backward_dkdv_tlx(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter, lse_head, delta_head,
-                      scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, broadcast,
-                      KEY_ROWS: tl.constexpr, Q_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr,
-                      FUSED: tl.constexpr):
+                      scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows,
+                      KEY_ROWS: tl.constexpr, Q_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr):
     dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, header, sequences, backward_units, counter + 1, sequences, lse_head,
-              delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, 0, 0, broadcast, KEY_ROWS, HEAD_DIM,
-              STAGES, PERSISTENT, False, FUSED)
+              delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, 0, 0, KEY_ROWS, HEAD_DIM,
+              STAGES, PERSISTENT, False)
 
 
 @triton.jit
@@ -392,5 +387,5 @@ def backward_dkdv_index_tlx(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, d
                             kv_batch, KEY_ROWS: tl.constexpr, Q_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr,
                             PERSISTENT: tl.constexpr):
     dkdv_pass(q_map, k_map, v_map, d_o_map, dk_map, dv_map, lse, delta, sequences, sequences, sequences, counter + 1, kv_table, lse_head,
-              delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch, kv_batch, 0, KEY_ROWS,
-              HEAD_DIM, STAGES, PERSISTENT, True, False)
+              delta_head, scale, scale_log2, heads_kv, group, left, right, bottom_right, o_rows, kv_rows, batch, kv_batch, KEY_ROWS,
+              HEAD_DIM, STAGES, PERSISTENT, True)

@@ -21,7 +21,7 @@ from common import BOUND, LOG2_E
 from tickets import next_item, opening_item
 
 # Fields of a record.
-STATE = tl.constexpr(0)      # bits MORE, KEYS; -1: no more work
+STATE = tl.constexpr(0)      # 0 or MORE; -1: no more work
 HEAD = tl.constexpr(1)       # of the resident block
 ROW = tl.constexpr(2)        # its first row in its tensor
 ROWS = tl.constexpr(3)       # its rows, at least 1
@@ -37,7 +37,6 @@ VECTOR_END = tl.constexpr(12)   # rows from there that exist
 FIELDS = tl.constexpr(13)
 
 MORE = tl.constexpr(1)
-KEYS = tl.constexpr(2)       # where both passes are in one kernel: a segment of the dk/dv pass
 RECORDS = tl.constexpr(4)
 BLOCK = tl.constexpr(128)    # resident rows
 MAX = tl.constexpr(2147483647)
@@ -45,8 +44,10 @@ MAX = tl.constexpr(2147483647)
 
 @triton.jit
 def release(bar):
-    """Each warp's first lane stands for its 32 (no barrier among the warps)."""
-    tlx.barrier_arrive(bar, 32, pred=tlx.thread_id(0) % 32 == 0)
+    """Each warp's first lane stands for its 32, which meet before (no barrier among the warps)."""
+    lane = tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; and.b32 $0, $1, 31;", "=r,r", [tlx.thread_id(0)], dtype=tl.int32,
+                                     is_pure=False, pack=1)
+    tlx.barrier_arrive(bar, 32, pred=lane == 0)
 
 
 @triton.jit
@@ -274,7 +275,7 @@ def dq_vectors(lse, lse_head, cells, item_full, item_empty, lse_tiles, vector_fu
 # ------------------------------------------------------------------------------------------------------------------- dk/dv pass
 @triton.jit
 def dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, record, place, more, kv_head,
-                  group, key, k0, kv_len, keys, q0, o0, q_len, q_end, left, right, bottom_right, kind, STAGES: tl.constexpr, TILE: tl.constexpr,
+                  group, key, k0, kv_len, keys, q0, o0, q_len, q_end, left, right, bottom_right, STAGES: tl.constexpr, TILE: tl.constexpr,
                   HEAD_DIM: tl.constexpr):
     """One sequence: a segment for every head of the group. `more`: other sequences follow."""
     shift = diagonal(bottom_right, q_len, kv_len)
@@ -285,7 +286,7 @@ def dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles
     most = tl.where(right < 0, MAX, kept(shift - key + right))
     for member in range(group):
         head = kv_head * group + member
-        state = kind + tl.where((member + 1 < group) | (more != 0), MORE, 0)
+        state = tl.where((member + 1 < group) | (more != 0), MORE, 0)
         publish(cells, item_full, item_empty, record, state, kv_head, k0 + key, keys, lo, bulk, rest, hi, least, most, head, o0, q_end)
         record += 1
         for index in range(0, tl.cdiv(hi - lo, TILE)):
@@ -298,23 +299,17 @@ def dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles
 
 @triton.jit
 def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_units, counter, kv_table, heads_kv, group, left, right,
-                  bottom_right, o_rows, kv_rows, batch, kv_batch, broadcast, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
+                  bottom_right, o_rows, kv_rows, batch, kv_batch, cells, item_full, item_empty, a_tiles, b_tiles, a_full, b_full,
                   resident_empty, x_tiles, y_tiles, x_full, y_full, ring_empty, KEY_ROWS: tl.constexpr, SLOTS: tl.constexpr,
                   STAGES: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, PERSISTENT: tl.constexpr, INDEXED: tl.constexpr,
-                  FUSED: tl.constexpr, answer=None, answer_full=None):
-    """FUSED: of jagged queries, sequences that are one unit have been done with their dq (backward_fused.py, which counted the others in
-    counter[1], the place after this kernel's own)."""
+                  answer=None, answer_full=None):
     record = 0
     place = 0
     resident = 0
     if INDEXED:
         items = (kv_rows // KEY_ROWS + kv_batch) * heads_kv
     else:
-        units = tl.load(header + 1)
-        if FUSED:
-            if broadcast == 0:
-                units = tl.load(counter + 1)
-        items = units * heads_kv
+        items = tl.load(header + 1) * heads_kv
     item, taken = draw_first(counter, items, answer, answer_full, PERSISTENT)
     while item >= 0:
         kv_head = item % heads_kv
@@ -342,7 +337,7 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
                         index += 1
                     record, place = dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles, x_full, y_full, ring_empty,
                                                   record, place, (index < last).to(tl.int32), kv_head, group, key, k0, kv_len, keys, q0, o0,
-                                                  q_len, q_end, left, right, bottom_right, 0, STAGES, TILE, HEAD_DIM)
+                                                  q_len, q_end, left, right, bottom_right, STAGES, TILE, HEAD_DIM)
         else:
             unit = item // heads_kv
             index = tl.load(backward_units + unit * 2)
@@ -350,8 +345,6 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
             q0, o0, q_len, k0, kv_len, q_end, kv_end = sequence_fields(sequences, index, o_rows, kv_rows)
             following, taken = draw_next(counter, items, item, taken, answer, answer_full, PERSISTENT)
             end = tl.where(first_key < 0, kv_end, tl.minimum(kv_end, first_key + KEY_ROWS))
-            if FUSED:
-                end = tl.where((first_key < 0) & (broadcast == 0), 0, end)
             for key in range(tl.maximum(first_key, 0), end, BLOCK):
                 keys = tl.minimum(BLOCK, kv_end - key)
                 load_resident(k_map, v_map, a_tiles, b_tiles, a_full, b_full, resident_empty, resident, kv_head, k0 + key, k0 + key, keys,
@@ -359,7 +352,7 @@ def dkdv_producer(q_map, k_map, v_map, d_o_map, header, sequences, backward_unit
                 resident += 1
                 record, place = dkdv_segments(q_map, d_o_map, cells, item_full, item_empty, x_tiles, y_tiles, x_full, y_full, ring_empty,
                                               record, place, 0, kv_head, group, key, k0, kv_len, keys, q0, o0, q_len, q_end, left, right,
-                                              bottom_right, 0, STAGES, TILE, HEAD_DIM)
+                                              bottom_right, STAGES, TILE, HEAD_DIM)
         item = following
     finish(cells, item_full, item_empty, record)
 
