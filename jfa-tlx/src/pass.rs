@@ -27,7 +27,7 @@ const MOST_PACKED_LOG2: u32 = 4;
 pub(crate) const BROADCAST_BLOCK: i64 = 128;
 
 /// Most tickets of a launch per multiprocessor (`kernels/tickets.py`). Those of a plan's capacity that turn out to have no work
-/// cost no more than so many answers of the hardware; with more items than tickets the last shares are a 240th of a multiprocessor's work.
+/// cost no more than so many answers of the hardware; with more items than tickets the last shares are a 256th of a multiprocessor's work.
 pub(crate) const TICKETS: i64 = 32;
 
 /// Whether kernels that pair blocks of threads are taken.
@@ -205,9 +205,13 @@ struct Cycles {
     paired: f64,
 }
 
-/// Whether pairs pay in a backward kernel whose blocks are of rows (`of_queries`) or keys: what a tile saves against what they
-/// walk in vain, namely the sentinel that completes an odd number of blocks and the tiles that a diagonal leaves to one of the two only.
-/// From mean lengths, since a plan knows capacities alone.
+/// Alone, shared memory is what a tile of the dq pass waits for; in a pair the tensor cores.
+const DQ_CYCLES: Cycles = Cycles { alone: 1792.0, paired: 1536.0 };
+const DKDV_CYCLES: Cycles = Cycles { alone: 2272.0, paired: 2176.0 };
+
+/// Whether pairs pay in a backward kernel whose blocks are of query rows or (`of_queries` false) keys: what a tile saves against
+/// what is walked in vain, namely the sentinel that completes an odd number of blocks and the tiles that a diagonal leaves to one of
+/// the two only. From mean lengths, since a plan knows capacities alone.
 fn pairs_pay(problem: &Problem, of_queries: bool, cycles: &Cycles) -> bool {
     let (q_rows, kv_rows) = (problem.o_rows() as f64, problem.total_kv as f64);
     let queries = q_rows / problem.batch.max(1) as f64;
@@ -235,8 +239,7 @@ fn takes_pairs(info: &KernelInfo, problem: &Problem, pairs: Pairs) -> bool {
         Pairs::WhereTheyExist => true,
         Pairs::WherePays => {
             let of_queries = info.tag("grid_heads") == "q";
-            let cycles =
-                if of_queries { Cycles { alone: 1792.0, paired: 1536.0 } } else { Cycles { alone: 2304.0, paired: 2048.0 } };
+            let cycles = if of_queries { DQ_CYCLES } else { DKDV_CYCLES };
             pairs_pay(problem, of_queries, &cycles)
         }
     }
@@ -345,7 +348,7 @@ impl Pass {
             Ok(())
         };
         for (kernel, info) in chosen {
-            check_promises(info)?;
+            info.assumes_at_most(ALIGNMENT)?;
             let mut promises = Vec::new();
             for p in &info.promises {
                 let tensor = Tensor::ALL.into_iter().find(|t| t.name() == p.argument);
@@ -399,15 +402,31 @@ impl Pass {
     }
 }
 
-/// Refuses a kernel that was compiled to assume more than the backend's callers promise.
-fn check_promises(info: &KernelInfo) -> Result<()> {
-    for p in &info.promises {
-        if [p.base, p.row_stride, p.head_stride].iter().any(|bytes| *bytes as usize > ALIGNMENT) {
-            return Err(Error::Internal(format!(
-                "kernel {} assumes more than {ALIGNMENT}-byte alignment of {}",
-                info.name, p.argument
-            )));
-        }
+#[cfg(test)]
+mod tests {
+    use jfa_core::{Alignment, DType};
+
+    use super::*;
+
+    fn pays(length: i64, mask: Mask) -> [bool; 2] {
+        let problem = Problem::builder(DType::BF16, 4, 128).capacity(10, 10 * length, 10 * length).mask(mask).build();
+        let problem = problem.expect("a valid problem");
+        [pairs_pay(&problem, true, &DQ_CYCLES), pairs_pay(&problem, false, &DKDV_CYCLES)]
     }
-    Ok(())
+
+    #[test]
+    fn pairs_are_taken_for_long_sequences() {
+        // By the number n of blocks alone: 1536 (n + 1) against 1792 (n + 1/2), and 2176 (n + 1) against 2272 (n + 1/2).
+        for (length, expected) in [(128, [false, false]), (512, [true, false]), (1024, [true, false]), (2048, [true, true])] {
+            assert_eq!(pays(length, Mask::Full), expected, "full masks, length {length}");
+        }
+        // Of causal masks a pair also walks half a tile more.
+        let causal = Mask::Causal(Alignment::TopLeft);
+        for (length, expected) in [(512, [false, false]), (2048, [true, false]), (16384, [true, true])] {
+            assert_eq!(pays(length, causal), expected, "causal masks, length {length}");
+        }
+        // A narrow window leaves one tile in two or three to one of a pair only.
+        let narrow = Mask::Window { left: Some(128), right: Some(0), alignment: Alignment::TopLeft };
+        assert_eq!(pays(16384, narrow), [false, false]);
+    }
 }
