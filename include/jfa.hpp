@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -82,6 +83,12 @@ inline std::int64_t signed_size(std::size_t size) { return static_cast<std::int6
 
 [[noreturn]] inline void invalid(const std::string &text) { throw error(JFA_ERROR_INVALID_ARGUMENT, text); }
 
+/** Elements of a row; the largest number, which no tensor has, where they cannot be counted. */
+inline std::int64_t row(std::int64_t heads, std::int64_t dim) {
+    constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
+    return heads > 0 && dim > most / heads ? most : heads * dim;
+}
+
 } // namespace detail
 
 /** A `[rows, heads, dim]` view of memory. Strides count elements. */
@@ -89,7 +96,7 @@ class tensor {
 public:
     /** Contiguous. */
     tensor(void *data, jfa_dtype dtype, std::int64_t rows, std::int64_t heads, std::int64_t dim)
-        : tensor(data, dtype, rows, heads, dim, heads * dim, dim) {}
+        : tensor(data, dtype, rows, heads, dim, detail::row(heads, dim), dim) {}
 
     /** With free row and head strides: a part of a fused buffer, for example. */
     tensor(void *data, jfa_dtype dtype, std::int64_t rows, std::int64_t heads, std::int64_t dim,
@@ -115,8 +122,8 @@ public:
 
 private:
     static std::int64_t rows_of(std::size_t size, std::int64_t heads, std::int64_t dim) {
-        const std::int64_t row = heads * dim;
-        if (heads < 1 || dim < 1 || detail::signed_size(size) % row != 0) {
+        const std::int64_t row = heads < 1 || dim < 1 ? 0 : detail::row(heads, dim);
+        if (row == 0 || detail::signed_size(size) % row != 0) {
             detail::invalid("data has " + std::to_string(size) + " elements: no whole number of rows of " +
                             std::to_string(heads) + " heads of " + std::to_string(dim));
         }
@@ -436,6 +443,8 @@ struct backward_args {
 
 namespace detail {
 
+using log_function = std::function<void(jfa_log_level, const char *)>;
+
 /** The table and where its errors are told; the same for every handle of one library. */
 struct library {
     const jfa_api *api = nullptr;
@@ -450,25 +459,9 @@ struct library {
 
 } // namespace detail
 
-class plan;
+class host_batch;
 
-/** One batch: a layout, its schedule and a workspace, all in host memory. */
-class host_batch {
-public:
-    inline void forward(const forward_args &args);
-    inline void backward(const backward_args &args);
-
-private:
-    friend class plan;
-    inline host_batch(const plan &of, const layout &where);
-
-    const plan *plan_;
-    layout layout_;
-    host_buffer schedule_;
-    host_buffer workspace_;
-};
-
-/** A problem bound to a backend. */
+/** A problem bound to a backend. Copies share it. */
 class plan {
 public:
     /** Memory and alignment that calls need. */
@@ -510,8 +503,8 @@ public:
         library_.check(library_.api->backward(handle_.get(), &call, &c));
     }
 
-    /** A batch with memory of its own, for backends that compute in host memory. The plan must outlive it. */
-    host_batch batch(const layout &where) const { return host_batch(*this, where); }
+    /** A batch with memory of its own, for backends that compute in host memory. */
+    inline host_batch batch(const layout &where) const;
 
     /** The handle of the C interface. */
     const jfa_plan *c() const noexcept { return handle_.get(); }
@@ -520,14 +513,16 @@ private:
     friend class context;
     struct release {
         const jfa_api *api;
+        // Receives the plan's messages as long as there is a plan.
+        std::shared_ptr<detail::log_function> log;
         void operator()(jfa_plan *plan) const noexcept { static_cast<void>(api->plan_release(plan)); }
     };
 
-    plan(detail::library library, const jfa_context *context, const problem &what)
-        : library_(library), handle_(nullptr, release{library.api}) {
+    plan(detail::library library, std::shared_ptr<detail::log_function> log, const jfa_context *context, const problem &what)
+        : library_(library) {
         jfa_plan *raw = nullptr;
         library_.check(library_.api->plan_create(context, &what.c(), &raw));
-        handle_.reset(raw);
+        handle_ = std::shared_ptr<jfa_plan>(raw, release{library.api, std::move(log)});
         requirements_.struct_size = sizeof requirements_;
         library_.check(library_.api->plan_requirements(raw, &requirements_));
     }
@@ -538,27 +533,45 @@ private:
     }
 
     detail::library library_;
-    std::unique_ptr<jfa_plan, release> handle_;
+    std::shared_ptr<jfa_plan> handle_;
     jfa_requirements requirements_{};
 };
 
-inline host_batch::host_batch(const plan &of, const layout &where) : plan_(&of), layout_(where) {
-    const jfa_requirements &needs = of.requirements();
+/** One batch: a layout, its schedule and a workspace, all in host memory. */
+class host_batch {
+public:
+    inline void forward(const forward_args &args);
+    inline void backward(const backward_args &args);
+
+private:
+    friend class plan;
+    inline host_batch(plan of, const layout &where);
+
+    plan plan_;
+    layout layout_;
+    host_buffer schedule_;
+    host_buffer workspace_;
+};
+
+inline host_batch plan::batch(const layout &where) const { return host_batch(*this, where); }
+
+inline host_batch::host_batch(plan of, const layout &where) : plan_(std::move(of)), layout_(where) {
+    const jfa_requirements &needs = plan_.requirements();
     if (needs.memory_space != JFA_MEMORY_HOST) {
-        throw error(JFA_ERROR_UNSUPPORTED, "backend " + of.backend() + " does not compute in host memory");
+        throw error(JFA_ERROR_UNSUPPORTED, "backend " + plan_.backend() + " does not compute in host memory");
     }
     const std::size_t bytes = needs.forward_bytes > needs.backward_bytes ? needs.forward_bytes : needs.backward_bytes;
     schedule_ = host_buffer(needs.schedule_bytes, needs.buffer_alignment);
     workspace_ = host_buffer(bytes, needs.buffer_alignment);
-    of.build_schedule(layout_, {schedule_.data(), schedule_.bytes()});
+    plan_.build_schedule(layout_, {schedule_.data(), schedule_.bytes()});
 }
 
 inline void host_batch::forward(const forward_args &args) {
-    plan_->forward(layout_, {schedule_.data(), schedule_.bytes()}, {workspace_.data(), workspace_.bytes()}, args);
+    plan_.forward(layout_, {schedule_.data(), schedule_.bytes()}, {workspace_.data(), workspace_.bytes()}, args);
 }
 
 inline void host_batch::backward(const backward_args &args) {
-    plan_->backward(layout_, {schedule_.data(), schedule_.bytes()}, {workspace_.data(), workspace_.bytes()}, args);
+    plan_.backward(layout_, {schedule_.data(), schedule_.bytes()}, {workspace_.data(), workspace_.bytes()}, args);
 }
 
 /** What to choose backends by; the defaults follow the environment. */
@@ -566,7 +579,7 @@ struct options {
     /** A name, a path or `auto`; empty: `JFA_BACKEND`. */
     std::string backend;
     /** Receives messages, on the threads that call; several at once if several call. Must not throw. */
-    std::function<void(jfa_log_level, const char *)> log;
+    detail::log_function log;
     jfa_log_level log_level = JFA_LOG_DEFAULT;
 };
 
@@ -581,7 +594,7 @@ public:
 
     /** Over a table that was loaded at run time; `last_error` is jfa_last_error of the same library. */
     context(const jfa_api *api, const char *(*last_error)(), jfa_memory_space tensors, options how = {})
-        : library_{api, last_error}, log_(std::make_unique<decltype(how.log)>(std::move(how.log))),
+        : library_{api, last_error}, log_(std::make_shared<detail::log_function>(std::move(how.log))),
           handle_(nullptr, release{api}) {
         if (!api) {
             detail::fail(JFA_ERROR_UNSUPPORTED_VERSION, last_error());
@@ -593,7 +606,7 @@ public:
         c.log_level = how.log_level;
         if (*log_) {
             c.log = [](void *data, std::int32_t level, const char *message) {
-                (*static_cast<decltype(how.log) *>(data))(static_cast<jfa_log_level>(level), message);
+                (*static_cast<detail::log_function *>(data))(static_cast<jfa_log_level>(level), message);
             };
             c.log_data = log_.get();
         }
@@ -602,8 +615,8 @@ public:
         handle_.reset(raw);
     }
 
-    /** A plan on the first backend that supports the problem. With a log, the context must outlive it. */
-    jfa::plan plan(const problem &what) const { return jfa::plan(library_, handle_.get(), what); }
+    /** A plan on the first backend that supports the problem. It may outlive the context. */
+    jfa::plan plan(const problem &what) const { return jfa::plan(library_, log_, handle_.get(), what); }
 
     /** Backends, capabilities, what was skipped and why. */
     std::string report(jfa_report_format format = JFA_REPORT_TEXT) const {
@@ -625,8 +638,8 @@ private:
     };
 
     detail::library library_;
-    // Behind a pointer, so that its address stays when the context moves.
-    std::unique_ptr<std::function<void(jfa_log_level, const char *)>> log_;
+    // Behind a pointer, so that its address stays when the context moves; plans use it too.
+    std::shared_ptr<detail::log_function> log_;
     std::unique_ptr<jfa_context, release> handle_;
 };
 

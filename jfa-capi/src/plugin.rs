@@ -224,10 +224,16 @@ unsafe extern "C" fn log(data: *mut c_void, level: i32, message: *const c_char) 
 /// library), so look first.
 fn check_elf(path: &Path) -> Result<()> {
     let mut head = [0_u8; 20];
-    let mut file = File::open(path).map_err(|e| wrong(path, format!("cannot be read: {e}")))?;
-    if file.metadata().is_ok_and(|m| m.is_dir()) {
+    let unreadable = |e| wrong(path, format!("cannot be read: {e}"));
+    // Before it is opened: that could wait for the other end of a pipe.
+    let kind = path.metadata().map_err(unreadable)?;
+    if kind.is_dir() {
         return Err(wrong(path, "is a directory"));
     }
+    if !kind.is_file() {
+        return Err(wrong(path, "is no regular file"));
+    }
+    let mut file = File::open(path).map_err(unreadable)?;
     if file.read_exact(&mut head).is_err() || head[..4] != *b"\x7fELF" {
         return Err(wrong(path, "is not a shared library (no ELF header)"));
     }

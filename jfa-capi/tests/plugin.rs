@@ -235,6 +235,10 @@ fn what_is_no_library_for_this_machine_is_told() {
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&file).unwrap();
     assert!(verdicts(&directory).0.to_string().contains("is a directory"));
+    // Whoever opens a pipe waits for its other end.
+    std::fs::remove_dir(&file).unwrap();
+    common::succeed(std::process::Command::new("mkfifo").arg(&file));
+    assert!(verdicts(&directory).0.to_string().contains("is no regular file"));
 }
 
 #[test]

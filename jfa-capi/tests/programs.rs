@@ -41,6 +41,13 @@ fn every_mistake_is_a_status_and_a_text() {
 }
 
 #[test]
+fn schedules_of_other_batches_and_forked_processes() {
+    // Without optimisation a library of Rust takes more of a stack, as do programs with sanitizers.
+    let stack = if cfg!(debug_assertions) { "-DSTACK=1048576" } else { "-DSTACK=65536" };
+    run(&mut Command::new(build("misuse.c", "misuse", &["-O2", "-pthread", stack])));
+}
+
+#[test]
 fn a_newer_caller_works_on_this_library() {
     both_ways("newer_caller.c", "newer-caller", &[]);
 }

@@ -102,10 +102,12 @@ impl Checker {
         let rows = self.rows(call.layout, &args.q, &args.k, &args.o)?;
         let work = if rows.o == 0 { Work::None } else { Work::Some };
         let (hq, hkv) = (p.heads_q, p.heads_kv);
+        // What the rows of o are compared with: those of q, except with a broadcast query.
+        let o_like = if p.query == Query::Jagged { "q" } else { "o" };
         self.view("q", &mut args.q, (rows.q, "q", hq, p.head_dim), Access::Read, work)?;
         self.view("k", &mut args.k, (rows.kv, "k", hkv, p.head_dim), Access::Read, work)?;
         self.view("v", &mut args.v, (rows.kv, "k", hkv, p.head_dim_v), Access::Read, work)?;
-        self.view("o", &mut args.o, (rows.o, "o", hq, p.head_dim_v), Access::Write, work)?;
+        self.view("o", &mut args.o, (rows.o, o_like, hq, p.head_dim_v), Access::Write, work)?;
         self.lse(&mut args.lse, rows.o, work)?;
         if work == Work::None {
             return Ok(work);
@@ -128,12 +130,14 @@ impl Checker {
         let rows = self.rows(call.layout, &args.q, &args.k, &args.o)?;
         let work = if rows.q == 0 && rows.o == 0 && rows.kv == 0 { Work::None } else { Work::Some };
         let (hq, hkv) = (p.heads_q, p.heads_kv);
+        // What the rows of o are compared with: those of q, except with a broadcast query.
+        let o_like = if p.query == Query::Jagged { "q" } else { "o" };
         self.view("q", &mut args.q, (rows.q, "q", hq, p.head_dim), Access::Read, work)?;
         self.view("k", &mut args.k, (rows.kv, "k", hkv, p.head_dim), Access::Read, work)?;
         self.view("v", &mut args.v, (rows.kv, "k", hkv, p.head_dim_v), Access::Read, work)?;
-        self.view("o", &mut args.o, (rows.o, "o", hq, p.head_dim_v), Access::Read, work)?;
+        self.view("o", &mut args.o, (rows.o, o_like, hq, p.head_dim_v), Access::Read, work)?;
         self.lse(&mut args.lse, rows.o, work)?;
-        self.view("d_o", &mut args.d_o, (rows.o, "o", hq, p.head_dim_v), Access::Read, work)?;
+        self.view("d_o", &mut args.d_o, (rows.o, o_like, hq, p.head_dim_v), Access::Read, work)?;
         self.view("dq", &mut args.dq, (rows.q, "q", hq, p.head_dim), Access::Write, work)?;
         self.view("dk", &mut args.dk, (rows.kv, "k", hkv, p.head_dim), Access::Write, work)?;
         self.view("dv", &mut args.dv, (rows.kv, "k", hkv, p.head_dim_v), Access::Write, work)?;

@@ -168,7 +168,6 @@ impl Problem {
 
     /// Backends compute with products of these; all of them stay below 2^60 bytes or entries.
     fn validate_sizes(&self) -> Result<()> {
-        let dim = self.head_dim.max(self.head_dim_v);
         let radius = match self.bias {
             Bias::Relative { radius } => i64::from(radius),
             _ => 0,
@@ -177,31 +176,38 @@ impl Problem {
             Bias::Dense { capacity, .. } => capacity,
             _ => 0,
         };
+        let heads = ("heads_q", self.heads_q);
+        let width = if self.head_dim >= self.head_dim_v { "head_dim" } else { "head_dim_v" };
+        let dim = (width, self.head_dim.max(self.head_dim_v));
+        let batch = ("batch", self.batch.max(1));
         // Gradients are accumulated in up to eight bytes per element.
-        for (name, value, factors) in [
-            ("head_dim", self.head_dim, [self.heads_q, dim, 8]),
-            ("batch", self.batch, [self.batch, self.heads_q, 64]),
-            ("kv_batch", self.kv_batch, [self.kv_batch, self.heads_q, 64]),
-            ("bias.radius", radius, [2 * radius + 1, self.heads_q, 8]),
-            ("bias.capacity", capacity, [capacity, 1, 8]),
-        ] {
-            bounded(name, value, &factors)?;
-        }
-        bounded("total_q", self.total_q, &[self.total_q, self.heads_q, dim, 8])?;
-        bounded("total_kv", self.total_kv, &[self.total_kv, self.heads_q, dim, 8])?;
+        bounded(&[heads, dim], 8)?;
+        bounded(&[batch, heads], 64)?;
+        bounded(&[("kv_batch", self.kv_batch), heads], 64)?;
+        bounded(&[("bias.radius", radius), heads], 24)?;
+        bounded(&[("bias.capacity", capacity)], 8)?;
+        bounded(&[("total_q", self.total_q), heads, dim], 8)?;
+        bounded(&[("total_kv", self.total_kv), heads, dim], 8)?;
         if let Query::Broadcast { q_len } = self.query {
-            bounded("q_len", q_len, &[q_len, self.batch.max(1), self.heads_q, dim, 8])?;
+            bounded(&[("q_len", q_len), batch, heads, dim], 8)?;
         }
         Ok(())
     }
 }
 
-fn bounded(name: &'static str, value: i64, factors: &[i64]) -> Result<()> {
-    let product = factors.iter().try_fold(1i64, |product, &f| product.checked_mul(f));
-    if product.is_none_or(|p| p > 1 << 60) {
-        return Err(Error::invalid(name, value, "together with heads and dimensions it exceeds 2^60 bytes"));
+/// The product of what is named must stay below 2^60 bytes; the error names the largest factor and what stands beside it.
+fn bounded(factors: &[(&'static str, i64)], bytes: i64) -> Result<()> {
+    let product = factors.iter().try_fold(bytes, |product, &(_, f)| product.checked_mul(f));
+    if product.is_some_and(|p| p <= 1 << 60) {
+        return Ok(());
     }
-    Ok(())
+    let largest = (0..factors.len()).max_by_key(|&i| factors[i].1).unwrap_or(0);
+    let others =
+        factors.iter().enumerate().filter(|&(i, _)| i != largest).map(|(_, (name, value))| format!("{name} = {value}"));
+    let others: Vec<_> = others.collect();
+    let beside = if others.is_empty() { String::new() } else { format!(" (beside {})", others.join(", ")) };
+    let (name, value) = factors[largest];
+    Err(Error::invalid(name, value, format!("makes sizes exceed 2^60 bytes{beside}")))
 }
 
 /// Builder of [`Problem`]; [`ProblemBuilder::build`] validates.

@@ -314,7 +314,11 @@ fn problems_whose_products_overflow() {
     bad_problem(&["total_kv", &huge.to_string()], b().capacity(1, 1, huge));
     bad_problem(&["batch", &huge.to_string()], b().capacity(huge, 1, 1));
     bad_problem(&["q_len", &huge.to_string()], b().capacity(1, 1, 1).broadcast_query(huge));
-    bad_problem(&["head_dim", &huge.to_string()], Problem::builder(DType::F32, 1, huge));
+    bad_problem(&[&format!("head_dim = {huge}: makes sizes exceed 2^60 bytes")], Problem::builder(DType::F32, 1, huge));
+    bad_problem(&[&format!("head_dim_v = {huge}"), "beside heads_q = 8"], b().head_dim_v(huge));
+    let heads = Problem::builder(DType::F32, huge, 16).heads_kv(huge);
+    bad_problem(&[&format!("heads_q = {huge}"), "beside head_dim = 16"], heads);
+    bad_problem(&[&format!("heads_q = {huge}"), "beside head_dim = 16"], Problem::builder(DType::F32, huge, 16));
     let dense = Bias::Dense { dtype: DType::F32, row_align: 1, shared_by_heads: true, capacity: huge };
     bad_problem(&["bias.capacity", &huge.to_string()], b().bias(dense));
     // What the contract says must work.
@@ -493,6 +497,7 @@ fn views_that_differ_from_the_problem() {
     broken(&["q.rows = 9", "0..=8", "total_q"], |f| f.args.q.rows = 9);
     broken(&["k.rows = -1", "total_kv"], |f| f.args.k.rows = -1);
     broken(&["v.rows = 7", "k.rows = 8"], |f| f.args.v.rows = 7);
+    broken(&["o.rows = 7", "must equal q.rows = 8"], |f| f.args.o.rows = 7);
     broken(&["lse.rows = 5", "o.rows = 8"], |f| f.args.lse.rows = 5);
     broken(&["lse.head_stride = 7", "8"], |f| f.args.lse.head_stride = 7);
     broken(&["lse.head_stride = -8"], |f| f.args.lse.head_stride = -8);

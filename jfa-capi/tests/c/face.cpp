@@ -41,6 +41,9 @@ void views() {
     expect_error(JFA_ERROR_INVALID_ARGUMENT, "24 elements", [&] { jfa::tensor(data, 5, 1); });
     expect_error(JFA_ERROR_INVALID_ARGUMENT, "24 elements", [&] { jfa::tensor(data, 0, 1); });
     expect_error(JFA_ERROR_INVALID_ARGUMENT, "24 elements", [&] { jfa::lse(data, 5); });
+    const std::int64_t root = std::int64_t{1} << 32; // whose square does not fit
+    expect_error(JFA_ERROR_INVALID_ARGUMENT, "24 elements", [&] { jfa::tensor(data, root, root); });
+    EXPECT(jfa::tensor(data.data(), JFA_DTYPE_F32, 1, root, root).c().row_stride == INT64_MAX);
     std::array<int, 3> array{1, 2, 3};
     int plain[2] = {4, 5};
     int sum = 0;
@@ -90,8 +93,19 @@ void handles() {
         EXPECT(level <= JFA_LOG_INFO);
         messages.emplace_back(text);
     };
-    const jfa::context logged(JFA_MEMORY_HOST, options);
-    EXPECT(!messages.empty() && messages.back().find("cpu") != std::string::npos);
+    const auto all_that_is_left = [&] {
+        options.log_level = JFA_LOG_TRACE;
+        const jfa::context logged(JFA_MEMORY_HOST, options);
+        EXPECT(!messages.empty() && messages.back().find("cpu") != std::string::npos);
+        const auto plan = logged.plan(jfa::problem(JFA_DTYPE_F32, 1, 8, 1).capacity(2, 4, 4));
+        const auto copy = plan;
+        return copy.batch(jfa::layout::self(offsets));
+    };
+    auto lone = all_that_is_left();
+    options.log = nullptr;
+    o[31] = 0;
+    lone.forward({in, in, in, jfa::tensor(o, 1, 8), jfa::lse(lse, 1)});
+    EXPECT(std::fabs(o[31] - 0.5F) < 1e-6F);
 }
 
 void dlpack() {

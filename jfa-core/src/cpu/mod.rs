@@ -59,6 +59,9 @@ use schedule::{
 };
 use simd::Isa;
 
+/// No pass has more bundles for threads to take.
+const MOST_THREADS: usize = schedule::BUNDLES;
+
 /// Registers the backend as `cpu`. A variant is the number of threads: `cpu:4`.
 pub fn register(registry: &mut Registry) {
     registry.register(
@@ -66,8 +69,13 @@ pub fn register(registry: &mut Registry) {
         Arc::new(|variant| match variant {
             None => Ok(backend()),
             Some(text) => match text.parse::<usize>() {
-                Ok(threads) if threads > 0 => Ok(Arc::new(CpuBackend::new(threads, format!("cpu:{threads}")))),
-                _ => Err(Error::invalid("variant", text, "a variant of 'cpu' is a positive number of threads")),
+                Ok(threads) if (1..=MOST_THREADS).contains(&threads) => {
+                    Ok(Arc::new(CpuBackend::new(threads, format!("cpu:{threads}"))))
+                }
+                _ => {
+                    let reason = format!("a variant of 'cpu' is a number of threads, from 1 to {MOST_THREADS}");
+                    Err(Error::invalid("variant", text, reason))
+                }
             },
         }),
     );
@@ -293,7 +301,8 @@ impl BackendPlan for CpuPlan {
         // SAFETY: validated, and built by `build_schedule` for this layout.
         let (sequences, schedule) = unsafe {
             let sequences = Sequences::new(problem, call.layout, args.q.rows, args.k.rows);
-            (sequences, Schedule::open(&self.schedule, call.schedule, call.layout, problem)?)
+            let schedule = Schedule::open(&self.schedule, call.schedule, problem, shape, &sequences)?;
+            (sequences, schedule)
         };
         let scratch = Base(call.workspace.data.cast());
         self.for_items(&schedule, schedule.forward_bounds, &|worker, _, item| {
@@ -320,7 +329,8 @@ impl BackendPlan for CpuPlan {
         // SAFETY: validated, and built by `build_schedule` for this layout.
         let (sequences, schedule) = unsafe {
             let sequences = Sequences::new(problem, call.layout, args.q.rows, args.k.rows);
-            (sequences, Schedule::open(&self.schedule, call.schedule, call.layout, problem)?)
+            let schedule = Schedule::open(&self.schedule, call.schedule, problem, shape, &sequences)?;
+            (sequences, schedule)
         };
         let workspace = Base(call.workspace.data.cast());
         // SAFETY: the turns lie in the workspace, at multiples of 64 bytes; zeros are valid. Where the plan asked for

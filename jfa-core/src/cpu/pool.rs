@@ -1,12 +1,37 @@
 //! Threads: made on first use, shared by every plan with the same number.
 
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 /// `threads` workers, of which the calling thread is one.
 pub(super) struct Pool {
     threads: usize,
-    // Empty until work comes that is worth sharing; `None` when the system refuses threads.
-    helpers: OnceLock<Option<rayon::ThreadPool>>,
+    // Null until work comes that is worth sharing. Not a `OnceLock`: a process made by fork has the address but not the threads,
+    // and makes its own.
+    helpers: AtomicPtr<Helpers>,
+}
+
+/// The other workers.
+struct Helpers {
+    /// Of the process whose threads they are.
+    process: u32,
+    /// `None` when the system refuses threads.
+    pool: Option<rayon::ThreadPool>,
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        let helpers = *self.helpers.get_mut();
+        if helpers.is_null() {
+            return;
+        }
+        // SAFETY: made by `Box::into_raw`, and nobody else has the pool any more.
+        let helpers = unsafe { Box::from_raw(helpers) };
+        if helpers.process != std::process::id() {
+            // Its threads are another process's; telling them to stop would wait for locks that nobody here gives back.
+            std::mem::forget(helpers);
+        }
+    }
 }
 
 impl Pool {
@@ -19,7 +44,7 @@ impl Pool {
         if let Some(pool) = pools.iter().filter_map(Weak::upgrade).find(|p| p.threads == threads) {
             return pool;
         }
-        let pool = Arc::new(Pool { threads, helpers: OnceLock::new() });
+        let pool = Arc::new(Pool { threads, helpers: AtomicPtr::default() });
         pools.push(Arc::downgrade(&pool));
         pool
     }
@@ -31,7 +56,7 @@ impl Pool {
     /// Whether helpers were made (or refused).
     #[cfg(test)]
     pub(super) fn started(&self) -> bool {
-        self.helpers.get().is_some()
+        !self.helpers.load(Ordering::Acquire).is_null()
     }
 
     /// Calls `work(0) .. work(workers - 1)`, at once as far as there are threads, and returns when all have.
@@ -49,22 +74,39 @@ impl Pool {
     }
 
     fn helpers(&self) -> Option<&rayon::ThreadPool> {
-        let make = || {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(self.threads - 1)
-                .thread_name(|i| format!("jfa-cpu-{}", i + 1))
-                .build();
-            match pool {
-                Ok(pool) => Some(pool),
-                Err(error) => {
-                    tracing::warn!(%error, "no threads for the cpu backend; it works on the calling thread alone");
-                    None
-                }
-            }
-        };
         if self.threads < 2 {
             return None;
         }
-        self.helpers.get_or_init(make).as_ref()
+        let process = std::process::id();
+        let known = self.helpers.load(Ordering::Acquire);
+        // SAFETY: null, or made by `Box::into_raw` below, and freed only with the pool.
+        if let Some(helpers) = unsafe { known.as_ref() }
+            && helpers.process == process
+        {
+            return helpers.pool.as_ref();
+        }
+        let made = Box::into_raw(Box::new(Helpers { process, pool: self.make() }));
+        let helpers = match self.helpers.compare_exchange(known, made, Ordering::AcqRel, Ordering::Acquire) {
+            // What a forked process found is left as it is: see `drop`.
+            Ok(_) => made,
+            Err(first) => {
+                // SAFETY: made above and given to nobody.
+                drop(unsafe { Box::from_raw(made) });
+                first
+            }
+        };
+        // SAFETY: as above; not null, since either exchange found or left helpers.
+        unsafe { &*helpers }.pool.as_ref()
+    }
+
+    fn make(&self) -> Option<rayon::ThreadPool> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(self.threads - 1)
+            .thread_name(|i| format!("jfa-cpu-{}", i + 1))
+            .build();
+        pool.inspect_err(|error| {
+            tracing::warn!(%error, "no threads for the cpu backend; it works on the calling thread alone");
+        })
+        .ok()
     }
 }

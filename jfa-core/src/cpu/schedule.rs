@@ -9,7 +9,7 @@
 //! number of threads or, for rows of a sequence, from the rest of the batch.
 
 use crate::layout::Sequences;
-use crate::{Alignment, Bias, Buffer, Error, Layout, Mask, Problem, Requirements, Result};
+use crate::{Alignment, Bias, Buffer, Error, Mask, Problem, Requirements, Result};
 
 /// Most lanes of a forward tile.
 pub(super) const FORWARD_LANES: usize = 128;
@@ -20,7 +20,7 @@ const CHUNK_TILES: usize = 4;
 /// Lane tiles of a backward item.
 const STRETCH_TILES: i64 = 16;
 /// Most bundles of a pass, so most threads that can share it.
-const BUNDLES: usize = 4096;
+pub(super) const BUNDLES: usize = 4096;
 /// Bytes that partial sums of positional bias gradients may take before there are fewer, larger bundles.
 const PARTIAL_BYTES: usize = 64 << 20;
 /// Multiply-adds below which a bundle is not worth handing to a thread.
@@ -148,6 +148,8 @@ pub(super) struct Entry {
 #[repr(C)]
 struct Header {
     magic: u64,
+    /// [`fingerprint`] of what it was built for.
+    built_for: u64,
     batch: i64,
     kv_batch: i64,
     forward_items: i64,
@@ -160,6 +162,27 @@ struct Header {
 }
 
 const MAGIC: u64 = 0x6a66_615f_6370_7531;
+
+/// Stands for everything that items, turns and the places of a schedule's parts follow from: the plan's dimensions and capacities,
+/// and the lengths of the batch. A schedule used with others would name rows that do not exist.
+fn fingerprint(problem: &Problem, shape: &Shape, sequences: &Sequences) -> u64 {
+    let mut hash = 0u64;
+    let mut add = |n: i64| hash = (hash ^ n as u64).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    for n in [shape.dim as i64, shape.dim_v as i64, shape.heads_kv, shape.group, problem.batch, problem.kv_batch] {
+        add(n);
+    }
+    add(bias_table(problem));
+    add(i64::from(problem.uses_kv_index));
+    for b in 0..sequences.len() {
+        let s = sequences.get(b);
+        add(s.q_len);
+        add(s.kv_sequence as i64);
+    }
+    for kv in 0..sequences.kv_len() {
+        add(sequences.kv(kv).len);
+    }
+    hash
+}
 
 /// Where the parts of the schedule stand in the caller's buffer, from capacities alone.
 #[derive(Clone, Copy, Debug)]
@@ -279,16 +302,23 @@ impl<'a> Schedule<'a> {
     ///
     /// # Safety
     /// `buffer` is readable and of the size `at` gives; nobody writes it during `'a`.
-    pub(super) unsafe fn open(at: &ScheduleLayout, buffer: Buffer, layout: &Layout, problem: &Problem) -> Result<Self> {
+    pub(super) unsafe fn open(
+        at: &ScheduleLayout,
+        buffer: Buffer,
+        problem: &Problem,
+        shape: &Shape,
+        sequences: &Sequences,
+    ) -> Result<Self> {
         let base = buffer.data.cast::<u8>();
         // SAFETY: the header lies at the start of the buffer, which is aligned to 256 bytes.
         let header = unsafe { base.cast::<Header>().read() };
-        if header.magic != MAGIC || header.batch != layout.batch || header.kv_batch != layout.kv_batch {
-            return Err(Error::invalid(
-                "schedule",
-                format!("{:?}", buffer.data),
-                format!("not built by build_schedule for a layout of {} sequences", layout.batch),
-            ));
+        let wrong = |reason: String| Err(Error::invalid("schedule", format!("{:?}", buffer.data), reason));
+        let (batch, kv_batch) = (sequences.len() as i64, sequences.kv_len() as i64);
+        if header.magic != MAGIC || header.batch != batch || header.kv_batch != kv_batch {
+            return wrong(format!("not built by build_schedule for a layout of {batch} sequences"));
+        }
+        if header.built_for != fingerprint(problem, shape, sequences) {
+            return wrong("built by build_schedule for other lengths, or by a plan of other dimensions".to_owned());
         }
         // SAFETY: `build` wrote these parts, each at its place within the capacities.
         unsafe {
@@ -490,6 +520,7 @@ pub(super) unsafe fn build(
     let heads = shape.heads_kv;
     let mut h = Header {
         magic: MAGIC,
+        built_for: fingerprint(problem, shape, sequences),
         batch: batch as i64,
         kv_batch: kv_batch as i64,
         forward_items: 0,

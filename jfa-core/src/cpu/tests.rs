@@ -310,7 +310,7 @@ fn schedule_of(problem: &Problem, batch: &Batch, then: impl FnOnce(&Shape, &Sche
     unsafe {
         let sequences = Sequences::new(problem, &layout, problem.q_rows(), problem.total_kv);
         super::schedule::build(problem, &shape, &at, &sequences, memory.buffer());
-        let schedule = Schedule::open(&at, memory.buffer(), &layout, problem).unwrap();
+        let schedule = Schedule::open(&at, memory.buffer(), problem, &shape, &sequences).unwrap();
         then(&shape, &at, &schedule, &sequences);
     }
 }
