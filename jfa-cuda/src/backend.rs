@@ -4,11 +4,10 @@ use std::sync::Arc;
 
 use jfa_core::backend::DimRange;
 use jfa_core::memory::DeviceMemory;
-use jfa_core::registry::{Environment, Factory, Registry};
+use jfa_core::registry::{Factory, Registry};
 use jfa_core::{AttentionBackend, BackendPlan, Capabilities, DType, Error, MemorySpace, Problem, Result};
-use jfa_driver::cuda::CudaGpu;
+use jfa_driver::backend::{self, Frame, Kept};
 use jfa_driver::{DriverError, Gpu, KernelSet};
-use once_cell::sync::OnceCell;
 
 use crate::kernels::{self, ALIGNMENT};
 use crate::plan::CudaPlan;
@@ -28,12 +27,8 @@ pub const BUNDLES: &[&[u8]] = &[
 
 /// Hand-written CUDA kernels on whatever executes them.
 pub struct CudaBackend {
-    name: String,
+    frame: Frame,
     variant: Option<String>,
-    kernels: Arc<KernelSet>,
-    capabilities: Capabilities,
-    validate: Option<bool>,
-    memory: OnceCell<Arc<dyn DeviceMemory>>,
 }
 
 impl CudaBackend {
@@ -52,7 +47,7 @@ impl CudaBackend {
     ) -> Result<Self> {
         let failed = |e: DriverError| e.for_backend(name);
         let kernels = Arc::new(KernelSet::new(gpu, "jfa-cuda", bundles).map_err(failed)?);
-        let capabilities = capabilities(name, &kernels, variant)?;
+        let (device, capabilities) = capabilities(name, &kernels, variant)?;
         if let Some(variant) = variant {
             let known = kernels::variants(&kernels);
             if !known.contains(variant) {
@@ -64,19 +59,15 @@ impl CudaBackend {
                 });
             }
         }
-        Ok(CudaBackend {
-            name: variant.map_or_else(|| name.to_owned(), |v| format!("{name}:{v}")),
-            variant: variant.map(str::to_owned),
-            kernels,
-            capabilities,
-            validate,
-            memory: OnceCell::new(),
-        })
+        let name = variant.map_or_else(|| name.to_owned(), |v| format!("{name}:{v}"));
+        let what = format!("hand-written CUDA {}", env!("CARGO_PKG_VERSION"));
+        let frame = Frame::new(name, what, kernels, device, capabilities, validate);
+        Ok(CudaBackend { frame, variant: variant.map(str::to_owned) })
     }
 }
 
-/// What the compiled kernels of the first usable device support, as data.
-fn capabilities(name: &str, set: &KernelSet, variant: Option<&str>) -> Result<Capabilities> {
+/// The first usable device, and what the compiled kernels support there, as data.
+fn capabilities(name: &str, set: &KernelSet, variant: Option<&str>) -> Result<(usize, Capabilities)> {
     let unavailable = |reason: String| Error::Unavailable { name: name.to_owned(), reason };
     let Some(device) = kernels::best_device(set) else {
         // Every device lacks something; the first one's words say what.
@@ -95,7 +86,7 @@ fn capabilities(name: &str, set: &KernelSet, variant: Option<&str>) -> Result<Ca
     let widest = of_kind("forward").filter_map(|k| k.tag("head_dim").parse::<i64>().ok()).max().unwrap_or(0);
     // Narrower heads run on the next wider kernel: the copy engine fills the missing columns with zeros.
     let dims = vec![DimRange { min: 8, max: widest, step: 8 }];
-    Ok(Capabilities {
+    let capabilities = Capabilities {
         memory_space: MemorySpace::CudaDevice,
         dtypes,
         head_dims: dims.clone(),
@@ -112,64 +103,38 @@ fn capabilities(name: &str, set: &KernelSet, variant: Option<&str>) -> Result<Ca
         zero_unused_rows: of_kind("zero_rows").next().is_some(),
         base_alignment: ALIGNMENT,
         stride_alignment: ALIGNMENT,
-    })
+    };
+    Ok((device, capabilities))
 }
 
 impl AttentionBackend for CudaBackend {
     fn name(&self) -> &str {
-        &self.name
+        self.frame.name()
     }
 
     fn description(&self) -> String {
-        format!(
-            "hand-written CUDA {} (kernels for {}); {}",
-            env!("CARGO_PKG_VERSION"),
-            self.kernels.compiled_in(),
-            self.kernels.gpu().description()
-        )
+        self.frame.description()
     }
 
     fn capabilities(&self) -> &Capabilities {
-        &self.capabilities
+        self.frame.capabilities()
     }
 
     fn memory(&self) -> Option<Arc<dyn DeviceMemory>> {
-        let device = kernels::best_device(&self.kernels)?;
-        match self.memory.get_or_try_init(|| self.kernels.gpu().clone().memory(device)) {
-            Ok(memory) => Some(memory.clone()),
-            Err(e) => {
-                tracing::error!(target: "jfa", "{}: memory of device {device}: {e}", self.name);
-                None
-            }
-        }
+        self.frame.memory()
     }
 
     fn plan(&self, problem: &Problem) -> Result<Arc<dyn BackendPlan>> {
-        let validate = self.validate.unwrap_or_else(|| Environment::from_process().validate());
-        let plan = CudaPlan::new(&self.name, &self.kernels, self.variant.as_deref(), problem, validate)?;
-        Ok(Arc::new(plan))
+        let (frame, variant) = (&self.frame, self.variant.as_deref());
+        Ok(Arc::new(CudaPlan::new(frame.name(), frame.kernels(), variant, problem, frame.validates())?))
     }
 }
 
-/// Makes `cuda` for the registry: the driver is loaded when the backend is first asked for, and every later request
-/// shares that driver and the kernels loaded so far.
+/// Makes `cuda` for the registry.
 pub fn factory() -> Factory {
-    /// One per process: kernels are never unloaded, since queued work may still use them, so that a second set would
-    /// only be a second copy. What is loaded on which device is state of the set.
-    static DRIVER: OnceCell<Arc<CudaGpu>> = OnceCell::new();
-    static PLAIN: OnceCell<Arc<CudaBackend>> = OnceCell::new();
-    Arc::new(|variant| {
-        let make = || {
-            let gpu = DRIVER
-                .get_or_try_init(CudaGpu::new)
-                .map_err(|e| jfa_driver::kernels::without_driver(e, NAME, BUNDLES))?;
-            CudaBackend::new(gpu.clone(), BUNDLES, NAME, variant, None).map(Arc::new)
-        };
-        let backend = match variant {
-            None => PLAIN.get_or_try_init(make)?.clone(),
-            Some(_) => make()?,
-        };
-        Ok(backend)
+    static KEPT: Kept = Kept::new();
+    backend::factory(NAME, BUNDLES, &KEPT, |gpu, variant| {
+        Ok(Arc::new(CudaBackend::new(gpu, BUNDLES, NAME, variant, None)?))
     })
 }
 
@@ -181,6 +146,7 @@ pub fn register(registry: &mut Registry) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use jfa_core::registry::Environment;
     use jfa_driver::{Arch, Bundle, ImageKind};
 
     #[test]

@@ -78,16 +78,3 @@ pub(crate) fn map_of(info: &KernelInfo, parameter: &str, shape: impl FnOnce(Tile
     let swizzle = Swizzle::of_span(u64::from(tile.cols) * 2).ok_or_else(|| bad("has a tile without a swizzle"))?;
     Ok(JaggedMap { box_cols: tile.cols, box_rows: tile.rows, box_heads: tile.heads, swizzle })
 }
-
-/// Refuses a kernel that was compiled to assume more than the backend's callers promise.
-pub(crate) fn check_promises(info: &KernelInfo) -> Result<()> {
-    for p in &info.promises {
-        if [p.base, p.row_stride, p.head_stride].iter().any(|bytes| *bytes as usize > ALIGNMENT) {
-            return Err(Error::Internal(format!(
-                "kernel {} assumes more than {ALIGNMENT}-byte alignment of {}",
-                info.name, p.argument
-            )));
-        }
-    }
-    Ok(())
-}

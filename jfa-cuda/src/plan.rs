@@ -12,7 +12,7 @@ use jfa_core::{
 use jfa_driver::schedule::{Schedule, Shape, SharedKernels, Split, Units, address, aligned, constant};
 use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
 
-use crate::kernels::{Wanted, check_promises, choose, map_of};
+use crate::kernels::{ALIGNMENT, Wanted, choose, map_of};
 use crate::params::{BACKWARD_BLOCK_BYTES, BackwardParams, ForwardParams, MAX_ROWS};
 use crate::split;
 
@@ -268,7 +268,7 @@ impl CudaPlan {
         let wanted = Wanted { kind: "forward", dtype: problem.dtype, head_dim, variant };
         let forward = choose(set, device, wanted).map_err(failed)?;
         let info = &set.bundle(device).map_err(failed)?.kernels()[forward];
-        check_promises(info)?;
+        info.assumes_at_most(ALIGNMENT)?;
         let q = map_of(info, "q", |mut tile| {
             tile.rows >>= packed_log2;
             tile.heads <<= packed_log2;
@@ -334,8 +334,8 @@ impl CudaPlan {
         let (backward, reduce) = (of_kind(kind)?, of_kind("backward_reduce")?);
         let kernels = set.bundle(device).map_err(|e| e.for_backend(name))?.kernels();
         let info = &kernels[backward];
-        check_promises(info)?;
-        check_promises(&kernels[reduce])?;
+        info.assumes_at_most(ALIGNMENT)?;
+        kernels[reduce].assumes_at_most(ALIGNMENT)?;
         let map = |parameter| map_of(info, parameter, |t| t).map(CachedMap::new);
         let blocks = info.cluster[0];
         Ok(ChosenBackward::Whole(Box::new(WholeBackward {

@@ -8,7 +8,7 @@ use jfa_core::{BackwardArgs, Buffer, Call, Error, Layout, Problem, Query, Requir
 use jfa_driver::schedule::{Schedule, address, address_or_null, aligned, constant, offsets_of};
 use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
 
-use crate::kernels::{Wanted, check_promises, choose, map_of};
+use crate::kernels::{ALIGNMENT, Wanted, choose, map_of};
 use crate::params::{
     Address, INDEX_HEADER_BYTES, IndexParams, KEY_SEQUENCE_BYTES, MAX_ROWS, MEMBER_BYTES, SPLIT_ROWS,
     SPLIT_STATISTICS_BYTES, SplitParams, UNIT_BYTES,
@@ -82,7 +82,7 @@ impl Kernels {
         let (dq, dkdv, dq_sum) = (of_kind("backward_dq")?, of_kind("backward_dkdv")?, of_kind("backward_dq_sum")?);
         let kernels = set.bundle(device).map_err(|e| e.for_backend(name))?.kernels();
         for kernel in [dq, dkdv, dq_sum] {
-            check_promises(&kernels[kernel])?;
+            kernels[kernel].assumes_at_most(ALIGNMENT)?;
         }
         let rows = constant(&kernels[dq], "unit_rows")?;
         if rows != forward_rows {

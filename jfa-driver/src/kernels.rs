@@ -6,7 +6,7 @@ use std::sync::Arc;
 use jfa_core::{Error, TensorView};
 use once_cell::sync::OnceCell;
 
-use crate::bundle::{Bundle, KernelInfo, ParameterKind};
+use crate::bundle::{Bundle, KernelInfo, ParameterKind, Promise};
 use crate::{DriverError, Gpu, ImageKind, KernelArg, KernelHandle, LaunchShape, Result, Scope};
 
 /// What bundles contain, for people: each architecture with the kinds of its kernels, and the widths where a kind has
@@ -212,6 +212,15 @@ impl KernelInfo {
             }
         }
         Ok(())
+    }
+
+    /// Refuses a kernel that was compiled to assume more than the `alignment` in bytes that a backend's callers promise.
+    pub fn assumes_at_most(&self, alignment: usize) -> jfa_core::Result<()> {
+        let more = |p: &&Promise| [p.base, p.row_stride, p.head_stride].iter().any(|bytes| *bytes as usize > alignment);
+        self.promises.iter().find(more).map_or(Ok(()), |p| {
+            let reason = format!("assumes more than {alignment}-byte alignment of {}", p.argument);
+            Err(Error::Internal(format!("kernel {} {reason}", self.name)))
+        })
     }
 
     /// Checks what the kernel was compiled to assume about a tensor's address and strides.

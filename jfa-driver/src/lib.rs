@@ -17,6 +17,7 @@
 //! and restores what was current before; nothing synchronises, allocates or changes the current device.
 
 pub mod arch;
+pub mod backend;
 pub mod bundle;
 pub mod cubin;
 pub mod cuda;

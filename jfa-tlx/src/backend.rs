@@ -4,11 +4,10 @@ use std::sync::Arc;
 
 use jfa_core::backend::DimRange;
 use jfa_core::memory::DeviceMemory;
-use jfa_core::registry::{Environment, Factory, Registry};
+use jfa_core::registry::{Factory, Registry};
 use jfa_core::{AttentionBackend, BackendPlan, Capabilities, DType, Error, MemorySpace, Problem, Result};
-use jfa_driver::cuda::CudaGpu;
+use jfa_driver::backend::{self, Frame, Kept};
 use jfa_driver::{DriverError, Gpu, KernelInfo, KernelSet};
-use once_cell::sync::OnceCell;
 
 use crate::pass::{ALIGNMENT, Pairs, belongs};
 use crate::plan::TlxPlan;
@@ -31,15 +30,11 @@ pub const BUNDLES: &[&[u8]] = &[
 
 /// Precompiled Triton kernels on whatever executes them.
 pub struct TlxBackend {
-    name: String,
+    frame: Frame,
     generations: &'static [&'static str],
     pairs: Pairs,
-    kernels: Arc<KernelSet>,
     /// Schedule, check and zeros: kernels that all backends share.
     shared: Arc<KernelSet>,
-    capabilities: Capabilities,
-    validate: Option<bool>,
-    memory: OnceCell<Arc<dyn DeviceMemory>>,
 }
 
 impl TlxBackend {
@@ -83,17 +78,10 @@ impl TlxBackend {
                 }
             },
         };
-        let capabilities = capabilities(&full_name, &kernels, generations)?;
-        Ok(TlxBackend {
-            name: full_name,
-            generations,
-            pairs,
-            kernels,
-            shared,
-            capabilities,
-            validate,
-            memory: OnceCell::new(),
-        })
+        let (device, capabilities) = capabilities(&full_name, &kernels, generations)?;
+        let what = format!("precompiled Triton with TLX {}", env!("CARGO_PKG_VERSION"));
+        let frame = Frame::new(full_name, what, kernels, device, capabilities, validate);
+        Ok(TlxBackend { frame, generations, pairs, shared })
     }
 }
 
@@ -105,8 +93,8 @@ fn best_device(set: &KernelSet, generations: &[&str]) -> Option<usize> {
     set.usable_devices().find(has)
 }
 
-/// What the kernels of the first usable device support, as data: what any of the generations does.
-fn capabilities(name: &str, set: &KernelSet, generations: &[&str]) -> Result<Capabilities> {
+/// The first usable device, and what the kernels support there, as data: what any of the generations does.
+fn capabilities(name: &str, set: &KernelSet, generations: &[&str]) -> Result<(usize, Capabilities)> {
     let Some(device) = best_device(set, generations) else {
         // Every device lacks something; the first one's words say what.
         let reason = match set.bundle(0) {
@@ -131,7 +119,7 @@ fn capabilities(name: &str, set: &KernelSet, generations: &[&str]) -> Result<Cap
     dims.sort_unstable();
     dims.dedup();
     let dims: Vec<_> = dims.into_iter().map(|d| DimRange { min: d, max: d, step: 1 }).collect();
-    Ok(Capabilities {
+    let capabilities = Capabilities {
         memory_space: MemorySpace::CudaDevice,
         dtypes,
         head_dims: dims.clone(),
@@ -148,72 +136,39 @@ fn capabilities(name: &str, set: &KernelSet, generations: &[&str]) -> Result<Cap
         zero_unused_rows: true,
         base_alignment: ALIGNMENT,
         stride_alignment: ALIGNMENT,
-    })
+    };
+    Ok((device, capabilities))
 }
 
 impl AttentionBackend for TlxBackend {
     fn name(&self) -> &str {
-        &self.name
+        self.frame.name()
     }
 
     fn description(&self) -> String {
-        format!(
-            "precompiled Triton with TLX {} (kernels for {}); {}",
-            env!("CARGO_PKG_VERSION"),
-            self.kernels.compiled_in(),
-            self.kernels.gpu().description()
-        )
+        self.frame.description()
     }
 
     fn capabilities(&self) -> &Capabilities {
-        &self.capabilities
+        self.frame.capabilities()
     }
 
     fn memory(&self) -> Option<Arc<dyn DeviceMemory>> {
-        let device = best_device(&self.kernels, self.generations)?;
-        match self.memory.get_or_try_init(|| self.kernels.gpu().clone().memory(device)) {
-            Ok(memory) => Some(memory.clone()),
-            Err(e) => {
-                tracing::error!(target: "jfa", "{}: memory of device {device}: {e}", self.name);
-                None
-            }
-        }
+        self.frame.memory()
     }
 
     fn plan(&self, problem: &Problem) -> Result<Arc<dyn BackendPlan>> {
-        let validate = self.validate.unwrap_or_else(|| Environment::from_process().validate());
-        let plan = TlxPlan::new(
-            &self.name,
-            &self.kernels,
-            &self.shared,
-            self.generations,
-            self.pairs,
-            problem,
-            validate,
-        )?;
-        Ok(Arc::new(plan))
+        let (frame, shared) = (&self.frame, &self.shared);
+        let (generations, pairs, validate) = (self.generations, self.pairs, frame.validates());
+        Ok(Arc::new(TlxPlan::new(frame.name(), frame.kernels(), shared, generations, pairs, problem, validate)?))
     }
 }
 
-/// Makes `tlx` for the registry: the driver is loaded when the backend is first asked for, and every later request shares that
-/// driver and the kernels loaded so far.
+/// Makes `tlx` for the registry.
 pub fn factory() -> Factory {
-    /// One per process: kernels are never unloaded, since queued work may still use them, so that a second set would only be a
-    /// second copy. What is loaded on which device is state of the set.
-    static DRIVER: OnceCell<Arc<CudaGpu>> = OnceCell::new();
-    static PLAIN: OnceCell<Arc<TlxBackend>> = OnceCell::new();
-    Arc::new(|generation| {
-        let make = || {
-            let gpu = DRIVER
-                .get_or_try_init(CudaGpu::new)
-                .map_err(|e| jfa_driver::kernels::without_driver(e, NAME, BUNDLES))?;
-            TlxBackend::new(gpu.clone(), BUNDLES, jfa_cuda::BUNDLES, NAME, generation, None).map(Arc::new)
-        };
-        let backend = match generation {
-            None => PLAIN.get_or_try_init(make)?.clone(),
-            Some(_) => make()?,
-        };
-        Ok(backend)
+    static KEPT: Kept = Kept::new();
+    backend::factory(NAME, BUNDLES, &KEPT, |gpu, generation| {
+        Ok(Arc::new(TlxBackend::new(gpu, BUNDLES, jfa_cuda::BUNDLES, NAME, generation, None)?))
     })
 }
 
