@@ -1,6 +1,7 @@
 //! Arithmetic of 32 lanes: every arithmetic opcode becomes a function over lane arrays, chosen once when a kernel
 //! is lowered.
 
+use crate::mufu;
 use crate::num::{self, Rnd, canon32, ftz, ftz_result, least_normal};
 use crate::ptx::{Ty, TyKind};
 
@@ -124,6 +125,8 @@ pub(crate) trait Small: Lane {
     fn round(x: f64, mode: Rnd) -> Self;
     fn bits(self) -> u16;
     fn from(bits: u16) -> Self;
+    /// `ex2` of bits.
+    const EX2: fn(u16) -> u16;
 }
 impl Small for H {
     #[inline(always)]
@@ -139,6 +142,7 @@ impl Small for H {
     fn from(bits: u16) -> Self {
         H(bits)
     }
+    const EX2: fn(u16) -> u16 = mufu::ex2_f16;
 }
 impl Small for B {
     #[inline(always)]
@@ -154,6 +158,7 @@ impl Small for B {
     fn from(bits: u16) -> Self {
         B(bits)
     }
+    const EX2: fn(u16) -> u16 = mufu::ex2_bf16;
 }
 
 macro_rules! f1 {
@@ -473,7 +478,7 @@ macro_rules! small_ops {
                 "fma" => three!(|a, b, c| small_finish::<T>(num::fma_odd(a.wide(), b.wide(), c.wide()), false, false)),
                 "neg" => one!(|a| small_canon::<T>(a, a.bits() ^ 0x8000)),
                 "abs" => one!(|a| small_canon::<T>(a, a.bits() & 0x7fff)),
-                "ex2" => one!(|a| small_finish::<T>(a.wide().exp2(), false, false)),
+                "ex2" => one!(|a| <T as Small>::from(T::EX2(a.bits()))),
                 "tanh" => one!(|a| small_finish::<T>(a.wide().tanh(), false, false)),
                 "max" if m.nan => two!(|a, b| small_minmax::<T, true, true>(a, b)),
                 "max" => two!(|a, b| small_minmax::<T, true, false>(a, b)),
@@ -615,8 +620,16 @@ fn bfi(a: u64, b: u64, pos: u32, len: u32, bits: u32) -> u64 {
     (b & !m) | ((a << pos) & m)
 }
 
-fn ex2(x: f32) -> f32 {
-    x.exp2()
+/// The functions that are one instruction of the special function unit.
+fn unit(op: &str) -> Option<F1> {
+    Some(match op {
+        "ex2" => f1!(|a: u32| mufu::ex2(a)),
+        "lg2" => f1!(|a: u32| mufu::lg2(a)),
+        "rcp" => f1!(|a: u32| mufu::rcp(a)),
+        "sqrt" => f1!(|a: u32| mufu::sqrt(a)),
+        "rsqrt" => f1!(|a: u32| mufu::rsqrt(a)),
+        _ => return None,
+    })
 }
 
 fn float1(op: &str, m: Mods) -> Option<F1> {
@@ -636,13 +649,17 @@ fn float1(op: &str, m: Mods) -> Option<F1> {
         // Sign changes are additions of a negated or absolute operand, so a NaN becomes the canonical one.
         "neg" => approx!(|a| -a),
         "abs" => approx!(|a| a.abs()),
-        "ex2" => approx!(|a| ex2(a)),
-        "lg2" => approx!(|a| f64::from(a).log2() as f32),
-        "rcp" => approx!(|a| 1.0f32 / a),
-        "sqrt" => approx!(|a| a.sqrt()),
-        "rsqrt" => approx!(|a| (1.0 / f64::from(a).sqrt()) as f32),
-        "sin" => approx!(|a| num::sin_approx(a)),
-        "cos" => approx!(|a| num::cos_approx(a)),
+        // The correctly rounded forms.
+        "rcp" if !m.approx => approx!(|a| 1.0f32 / a),
+        "sqrt" if !m.approx => approx!(|a| a.sqrt()),
+        _ if m.ftz && unit(op).is_some() => return unit(op),
+        "ex2" => f1!(|a: f32| mufu::ptx::ex2(a)),
+        "lg2" => f1!(|a: f32| mufu::ptx::lg2(a)),
+        "rcp" => f1!(|a: f32| mufu::ptx::rcp(a)),
+        "sqrt" => f1!(|a: f32| mufu::ptx::sqrt(a)),
+        "rsqrt" => f1!(|a: f32| mufu::ptx::rsqrt(a)),
+        "sin" => f1!(|a: f32| mufu::ptx::sin(a)),
+        "cos" => f1!(|a: f32| mufu::ptx::cos(a)),
         "tanh" => approx!(|a| f64::from(a).tanh() as f32),
         _ => return None,
     })
@@ -944,11 +961,16 @@ pub fn decode(parts: &[&str], n_src: usize) -> Option<Alu> {
         "mul" => A2(f32_bin!(m, mul_f, num::mul32, |a: f64, b: f64| a * b)),
         "fma" | "mad" => A3(fma_f32(m)),
         "div" if m.approx => A2(if m.ftz {
-            f2!(|a: f32, b: f32| canon32(ftz(num::div_approx(ftz(a), ftz(b)))))
+            f2!(|a: f32, b: f32| mufu::ptx::div_ftz(false, a, b))
         } else {
-            f2!(|a: f32, b: f32| canon32(num::div_approx(a, b)))
+            f2!(|a: f32, b: f32| mufu::ptx::div(false, a, b))
         }),
-        "div" if m.full || matches!(m.rnd, Some(Rnd::Rn)) => {
+        "div" if m.full => A2(if m.ftz {
+            f2!(|a: f32, b: f32| mufu::ptx::div_ftz(true, a, b))
+        } else {
+            f2!(|a: f32, b: f32| mufu::ptx::div(true, a, b))
+        }),
+        "div" if matches!(m.rnd, Some(Rnd::Rn)) => {
             A2(if m.ftz { f2!(|a: f32, b: f32| div_ftz(a, b)) } else { f2!(|a: f32, b: f32| canon32(a / b)) })
         }
         "copysign" => A2(f2!(|a: f32, b: f32| b.copysign(a))),

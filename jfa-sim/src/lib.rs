@@ -50,6 +50,7 @@ mod machine;
 mod mbarrier;
 mod memory;
 pub mod model;
+mod mufu;
 pub mod num;
 pub(crate) mod order;
 mod product;

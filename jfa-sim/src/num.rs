@@ -193,50 +193,6 @@ pub fn ftz_result(mode: Rnd, r: f32, exact: impl FnOnce() -> f64) -> f32 {
     ftz(r)
 }
 
-/// Quadrant and angle within it, as the special function unit sees `|x|` radians: turns are `|x| / 2 pi` in f32 rounded
-/// towards zero, of which 25 bits after the point count.
-fn quadrant(x: f32) -> (u32, f64) {
-    let turns = mul32(Rnd::Rz, x.abs(), std::f32::consts::FRAC_1_PI / 2.0);
-    let steps = (f64::from(turns) * 2f64.powi(25)).trunc() % 2f64.powi(25);
-    if steps.is_nan() {
-        return (0, f64::NAN);
-    }
-    let steps = steps as u32;
-    (steps >> 23, f64::from(steps & 0x7f_ffff) * (std::f64::consts::TAU / 2f64.powi(25)))
-}
-
-/// `sin.approx` but for the unit's interpolation error.
-pub fn sin_approx(x: f32) -> f32 {
-    let r = match quadrant(x) {
-        (0, a) => a.sin(),
-        (1, a) => a.cos(),
-        (2, a) => -a.sin(),
-        (_, a) => -a.cos(),
-    };
-    (if x.is_sign_negative() { -r } else { r }) as f32
-}
-
-/// `cos.approx` but for the unit's interpolation error.
-pub fn cos_approx(x: f32) -> f32 {
-    let r = match quadrant(x) {
-        (0, a) => a.cos(),
-        (1, a) => -a.sin(),
-        (2, a) => -a.cos(),
-        (_, a) => a.sin(),
-    };
-    r as f32
-}
-
-/// `div.approx`: the product with an approximate reciprocal that is zero where it would be subnormal; subnormal
-/// divisors are scaled.
-pub fn div_approx(a: f32, b: f32) -> f32 {
-    if b.is_subnormal() {
-        let scale = 16_777_216.0;
-        return a * scale * ftz(1.0 / (b * scale));
-    }
-    a * ftz(1.0 / b)
-}
-
 /// `a + b` in f64 rounded to odd, so that a later rounding to at most 50 bits is correct.
 fn add_odd(a: f64, b: f64) -> f64 {
     let s = a + b;
