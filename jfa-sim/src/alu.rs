@@ -125,8 +125,8 @@ pub(crate) trait Small: Lane {
     fn round(x: f64, mode: Rnd) -> Self;
     fn bits(self) -> u16;
     fn from(bits: u16) -> Self;
-    /// `ex2` of bits.
-    const EX2: fn(u16) -> u16;
+    /// A function of the special function unit in this type.
+    fn unit(f: fn(u32) -> u32, bits: u16) -> u16;
 }
 impl Small for H {
     #[inline(always)]
@@ -142,7 +142,9 @@ impl Small for H {
     fn from(bits: u16) -> Self {
         H(bits)
     }
-    const EX2: fn(u16) -> u16 = mufu::ex2_f16;
+    fn unit(f: fn(u32) -> u32, bits: u16) -> u16 {
+        mufu::in_f16(f, bits)
+    }
 }
 impl Small for B {
     #[inline(always)]
@@ -158,7 +160,9 @@ impl Small for B {
     fn from(bits: u16) -> Self {
         B(bits)
     }
-    const EX2: fn(u16) -> u16 = mufu::ex2_bf16;
+    fn unit(f: fn(u32) -> u32, bits: u16) -> u16 {
+        mufu::in_bf16(f, bits)
+    }
 }
 
 macro_rules! f1 {
@@ -478,8 +482,8 @@ macro_rules! small_ops {
                 "fma" => three!(|a, b, c| small_finish::<T>(num::fma_odd(a.wide(), b.wide(), c.wide()), false, false)),
                 "neg" => one!(|a| small_canon::<T>(a, a.bits() ^ 0x8000)),
                 "abs" => one!(|a| small_canon::<T>(a, a.bits() & 0x7fff)),
-                "ex2" => one!(|a| <T as Small>::from(T::EX2(a.bits()))),
-                "tanh" => one!(|a| small_finish::<T>(a.wide().tanh(), false, false)),
+                "ex2" => one!(|a| <T as Small>::from(T::unit(mufu::ex2, a.bits()))),
+                "tanh" => one!(|a| <T as Small>::from(T::unit(mufu::tanh, a.bits()))),
                 "max" if m.nan => two!(|a, b| small_minmax::<T, true, true>(a, b)),
                 "max" => two!(|a, b| small_minmax::<T, true, false>(a, b)),
                 "min" if m.nan => two!(|a, b| small_minmax::<T, false, true>(a, b)),
@@ -660,7 +664,7 @@ fn float1(op: &str, m: Mods) -> Option<F1> {
         "rsqrt" => f1!(|a: f32| mufu::ptx::rsqrt(a)),
         "sin" => f1!(|a: f32| mufu::ptx::sin(a)),
         "cos" => f1!(|a: f32| mufu::ptx::cos(a)),
-        "tanh" => approx!(|a| f64::from(a).tanh() as f32),
+        "tanh" => f1!(|a: u32| mufu::tanh(a)),
         _ => return None,
     })
 }

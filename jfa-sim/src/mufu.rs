@@ -1,5 +1,5 @@
 //! The special function unit, as an H200's works bit by bit (`fidelity/functions.py`): `ex2`, `lg2`, `rcp`, `rsqrt`, `sqrt`,
-//! `sin` and `cos` of f32.
+//! `sin`, `cos` and `tanh` of f32, `ex2` and `tanh` of f16 and bf16.
 //!
 //! A function is a table of 64 segments (128 for the reciprocal) over the 23 bits below the point of its argument, and a
 //! quadratic in each, in fixed point:
@@ -17,15 +17,17 @@
 //! | `rsqrt`, `sqrt` | mantissa, one table for even exponents and one for odd ones | mantissa; `rsqrt` of powers of four is exact |
 //! | `lg2` | mantissa | cut to 36 bits behind the point, exponent added, the one's complement if negative, then normalised and cut; zero for one |
 //! | `sin`, `cos` | turns, the argument times 1/(2 pi) rounded towards zero, of which 25 bits behind the point count: quadrant and 23 bits, one's complement in odd quadrants | cut to 37 bits behind the point, normalised, cut; exact at the ends of quadrants |
+//! | `tanh` | magnitude from 2^-8 to 8; an octave has 1, 1, 1, 2, 2, 4, 4, 4, 8, 16, 8 segments | normalised and cut; below, the argument; above, one |
 //!
-//! Subnormal arguments and results are zeros of their sign, and a NaN is the canonical one.
+//! Subnormal arguments and results are zeros of their sign (but for `tanh`), and a NaN is the canonical one. Results for f16
+//! and bf16 are those for f32, cut.
 
 mod tables;
 
-use crate::num::{NAN32, Rnd, mul32};
+use crate::num::{self, NAN32, Rnd, mul32};
 
 /// Coefficients of a segment: `c0`, `c1`, `c2`.
-type Segment = (i64, i32, i16);
+type Segment = (i64, i32, i32);
 
 /// Bits behind the point of [`value`].
 const POINT: u32 = 41;
@@ -48,8 +50,11 @@ fn square(t: u32) -> u32 {
 #[inline]
 fn value<const N: usize>(table: &[Segment; N], x: u32) -> i64 {
     let bits = N.trailing_zeros();
-    let (c0, c1, c2) = table[(x >> (23 - bits)) as usize % N];
-    let t = (x & ((1 << (23 - bits)) - 1)) << (bits - 6);
+    quadratic(table[(x >> (23 - bits)) as usize % N], (x & ((1 << (23 - bits)) - 1)) << (bits - 6))
+}
+
+#[inline]
+fn quadratic((c0, c1, c2): Segment, t: u32) -> i64 {
     c0 + i64::from(c1) * i64::from(t) + ((i64::from(c2) * i64::from(square(t))) << 2)
 }
 
@@ -110,19 +115,37 @@ pub(crate) fn ex2(x: u32) -> u32 {
     }
 }
 
-/// `MUFU.EX2.F16`: the result for f32, cut to f16, subnormal numbers included.
-pub(crate) fn ex2_f16(x: u16) -> u16 {
-    let r = f32::from_bits(ex2(crate::num::f16_to_f32(x).to_bits()));
+/// The form for f16 of a function: its result for f32, cut, subnormal numbers included.
+pub(crate) fn in_f16(f: fn(u32) -> u32, x: u16) -> u16 {
+    let r = f32::from_bits(f(num::f16_to_f32(x).to_bits()));
     match r {
         r if r.is_nan() => 0x7fff,
         r if r >= 65536.0 => 0x7c00,
-        r => crate::num::round_to(crate::num::F16, Rnd::Rz, f64::from(r)) as u16,
+        r => num::round_to(num::F16, Rnd::Rz, f64::from(r)) as u16,
     }
 }
 
-/// `MUFU.EX2.BF16`: the result for f32, cut to bf16.
-pub(crate) fn ex2_bf16(x: u16) -> u16 {
-    (ex2(u32::from(x) << 16) >> 16) as u16
+/// The form for bf16 of a function: its result for f32, cut.
+pub(crate) fn in_bf16(f: fn(u32) -> u32, x: u16) -> u16 {
+    (f(u32::from(x) << 16) >> 16) as u16
+}
+
+/// `MUFU.TANH`.
+pub(crate) fn tanh(x: u32) -> u32 {
+    // From 2^-8 on: where an octave's segments begin, and the logarithm of their number.
+    const OCTAVES: [(usize, u32); 11] =
+        [(0, 0), (1, 0), (2, 0), (3, 1), (5, 1), (7, 2), (11, 2), (15, 2), (19, 3), (27, 4), (43, 3)];
+    let sign = x & 0x8000_0000;
+    match class(x) {
+        Number::Nan => NAN32,
+        Number::Zero | Number::Normal(..119, _) => x,
+        Number::Infinite | Number::Normal(130.., _) => sign | 0x3f80_0000,
+        Number::Normal(e, m) => {
+            let (first, bits) = OCTAVES[(e - 119) as usize];
+            let v = quadratic(tables::TANH[first + (m >> (23 - bits)) as usize], m >> (6 - bits) & 0x1_ffff);
+            sign | normalise(v as u64, POINT)
+        }
+    }
 }
 
 /// `MUFU.RCP`.
@@ -340,7 +363,7 @@ mod tests {
     #[test]
     fn whole_octaves_agree_with_an_h200() {
         type Octave = (&'static str, fn(u32) -> u32, f32, u64);
-        let octaves: [Octave; 17] = [
+        let octaves: [Octave; 19] = [
             ("ex2", ex2, 1.0, 0x7514_e0e9_17ab_950e),
             ("ex2", ex2, 0.5, 0x347f_abf9_906d_e854),
             ("ex2", ex2, -1.0, 0xe008_a573_5654_6af3),
@@ -358,9 +381,27 @@ mod tests {
             ("lg2", lg2, 0.25, 0xeab8_7899_23da_7a9c),
             ("lg2", lg2, 16.0, 0xc551_b9d9_784e_734a),
             ("sin", quarter, 0.0, 0x5f2e_73c4_65d0_e3a0),
+            ("tanh", tanh, 0.5, 0x54c5_201c_a16a_1400),
+            ("tanh", tanh, 1.0, 0x1af3_eb2e_a024_9200),
         ];
         for (name, f, first, want) in octaves {
             assert_eq!(sum(first.to_bits(), f), want, "{name} from {first} on");
+        }
+    }
+
+    /// The same of every number of 16 bits.
+    #[test]
+    fn functions_of_16_bits_agree_with_an_h200() {
+        type Form = (fn(fn(u32) -> u32, u16) -> u16, fn(u32) -> u32, u64);
+        let forms: [Form; 4] = [
+            (in_f16, ex2, 0x32f1d198da7d),
+            (in_bf16, ex2, 0x30c4981036a3),
+            (in_f16, tanh, 0x91e2de2b8d78),
+            (in_bf16, tanh, 0x94e590a97232),
+        ];
+        for (k, (form, f, want)) in forms.into_iter().enumerate() {
+            let sum: u64 = (0..=0xffffu16).map(|x| (2 * u64::from(x) + 1) * u64::from(form(f, x))).sum();
+            assert_eq!(sum, want, "form {k}");
         }
     }
 }
