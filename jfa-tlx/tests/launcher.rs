@@ -183,6 +183,7 @@ fn every_generation_binds_its_forward() {
                 let grid = match f.kernel.tag("grid") {
                     "persistent" => 132,
                     "forward_units" => (9000 / rows + 100) * 2,
+                    "forward_tickets" => ((9000 / rows + 100) * 2).min(32 * 132),
                     other => panic!("{other}"),
                 };
                 assert_eq!(f.shape.grid, [u32::try_from(grid).unwrap(), 1, 1]);
@@ -438,6 +439,7 @@ fn every_generation_binds_its_backward() {
                         let heads = if l.kernel.tag("grid_heads") == "q" { 4 } else { 2 };
                         assert_eq!(l.shape.grid[0], s.backward_capacity.cast_unsigned() * heads);
                     }
+                    assert!(l.kernel.tag("pairs").is_empty(), "{}: sequences of 90 rows", l.name());
                     if l.has("dq") {
                         assert_eq!((l.int("dq"), l.int("dq_row"), l.int("dq_head")), (0x1800_0000, 4 * dim, dim));
                     }
@@ -457,6 +459,34 @@ fn every_generation_binds_its_backward() {
             }
         }
     }
+}
+
+#[test]
+fn blackwell_deals_tickets_and_pairs_long_sequences() {
+    let gpu = Recorder::new(&[(10, 0)]);
+    let layout = Layout::jagged(4, offsets(0x100), offsets(0x200));
+    let shapes = |generation: &str, heads: i64, rows: i64| {
+        let problem = Problem::builder(DType::BF16, heads, 128).capacity(4, 4 * rows, 4 * rows).build().unwrap();
+        let plan = plan_on(&gpu, Some(generation), &problem).unwrap();
+        let mut launches = run_forward(&gpu, &plan, &layout, &forward_args(&problem));
+        launches.append(&mut run_backward(&gpu, &plan, &layout, &backward_args(&problem)).unwrap());
+        assert!(gpu.take_fills().is_empty(), "no counter is to be cleared");
+        let steps: Vec<_> = launches.iter().filter(|l| l.kernel.tag("grid").ends_with("_tickets")).collect();
+        assert_eq!(steps.len(), 3, "forward, dq, dk and dv");
+        steps.iter().map(|l| (l.kernel.tag("pairs") == "yes", l.shape.grid[0])).collect::<Vec<_>>()
+    };
+    // Lengths of 300: neither pass gains by pairs. 4 x 300 rows have room for 1200 / 256 + 4 and 1200 / 128 + 4 units.
+    assert_eq!(shapes("g4", 2, 300), [(false, 16), (false, 26), (false, 26)]);
+    assert_eq!(shapes("g4-pairs", 2, 300), [(false, 16), (true, 52), (true, 52)]);
+    // Of 1,024 rows the dq pass does, of 4,096 both; a pair has one ticket.
+    assert_eq!(shapes("g4", 2, 1024), [(false, 40), (true, 144), (false, 72)]);
+    assert_eq!(shapes("g4", 2, 4096), [(false, 136), (true, 528), (true, 528)]);
+    assert_eq!(shapes("g4-single", 2, 4096), [(false, 136), (false, 264), (false, 264)]);
+    // However large the capacity, no more than 32 tickets per multiprocessor.
+    assert_eq!(shapes("g4", 64, 100_000), [(false, 32 * 132), (true, 2 * 32 * 132), (true, 2 * 32 * 132)]);
+    // A name with a suffix is still one of a generation.
+    let e = backend(&gpu, Some("g5-pairs")).map(|_| ()).unwrap_err().to_string();
+    assert!(e.contains("'g5'") && e.contains("g4"), "{e}");
 }
 
 #[test]
