@@ -417,7 +417,9 @@ mod tests {
     #[test]
     fn pairs_are_taken_for_long_sequences() {
         // By the number n of blocks alone: 1536 (n + 1) against 1792 (n + 1/2), and 2176 (n + 1) against 2272 (n + 1/2).
-        for (length, expected) in [(128, [false, false]), (512, [true, false]), (1024, [true, false]), (2048, [true, true])] {
+        for (length, expected) in
+            [(128, [false, false]), (512, [true, false]), (1024, [true, false]), (2048, [true, true])]
+        {
             assert_eq!(pays(length, Mask::Full), expected, "full masks, length {length}");
         }
         // Of causal masks a pair also walks half a tile more.
