@@ -34,7 +34,10 @@ fn main() -> Result<()> {
     let (options, wanted): (Vec<String>, Vec<String>) = args.partition(|a| a == "--detect");
     let detect = !options.is_empty();
     let times: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).with_context(|| path.clone())?)?;
-    let (gpu, backend) = jfa_bench::backends::simulator("cuda:sm_90a", Config { sms: 8, detect, time_matrix: true, ..Config::default() })?;
+    let (gpu, backend) = jfa_bench::backends::simulator(
+        "cuda:sm_90a",
+        Config { sms: 8, detect, time_matrix: true, ..Config::default() },
+    )?;
     let context = Context { memory: memory_of(&backend)?, backend, repeats: 1, observer: None };
     let mut rows = Vec::new();
     let (mut instructions, mut products, mut matrix, mut seconds) = (0, 0, 0, 0.0);

@@ -1,5 +1,6 @@
 //! `jfa-bench ab`: two backends on the same inputs, in alternation.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -30,8 +31,8 @@ pub struct AbArgs {
     #[command(flatten)]
     workload: WorkloadArgs,
     /// Pairs of measurements per shape and pass.
-    #[arg(long, default_value_t = 15)]
-    pairs: usize,
+    #[arg(long, default_value = "15")]
+    pairs: NonZeroUsize,
     /// Stop a shape's pass after about this long, but not before 5 pairs.
     #[arg(long, default_value_t = 20.0)]
     seconds: f64,
@@ -176,7 +177,7 @@ fn both(
         let measure = |bench: &Bench, calls: usize| -> Result<f64> { Ok(median(&bench.time(pass, calls)?)) };
         let start = std::time::Instant::now();
         let (mut a_ms, mut b_ms) = (Vec::new(), Vec::new());
-        for pair in 0..args.pairs.max(1) {
+        for pair in 0..args.pairs.get() {
             if pair >= 5 && start.elapsed().as_secs_f64() > args.seconds {
                 break;
             }

@@ -28,6 +28,12 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    // Whoever reads the output may stop early (`jfa-bench info | head`); a Rust program would panic about it.
+    #[cfg(unix)]
+    // SAFETY: no other thread exists yet, and the default action runs no code of ours.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+    }
     jfa_core::log::install_stderr(jfa_core::registry::Environment::from_process().log_level());
     let result = match Cli::parse().command {
         Command::Info(args) => info::info(&args).map(|()| true),

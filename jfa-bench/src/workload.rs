@@ -59,7 +59,8 @@ impl Shape {
 
     /// Visible (i, j) pairs of one head, over the batch.
     pub fn pairs(&self) -> f64 {
-        (0..self.q_lens.len()).map(|b| self.pairs_of(b)).sum()
+        // Not `sum`: that of nothing is -0.
+        (0..self.q_lens.len()).map(|b| self.pairs_of(b)).fold(0.0, |sum, pairs| sum + pairs)
     }
 
     /// Useful floating-point operations of a forward: 4 per query head, element and visible pair.

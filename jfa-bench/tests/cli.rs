@@ -5,13 +5,18 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-fn jfa_bench(arguments: &[&str]) -> Output {
+fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_jfa-bench"));
     // The environment of whoever runs the tests must not choose.
     for variable in jfa_core::registry::Environment::VARIABLES {
         command.env_remove(variable);
     }
-    command.args(arguments).output().expect("jfa-bench starts")
+    command.args(arguments);
+    command
+}
+
+fn jfa_bench(arguments: &[&str]) -> Output {
+    command(arguments).output().expect("jfa-bench starts")
 }
 
 fn json(arguments: &[&str]) -> Value {
@@ -100,12 +105,34 @@ fn mistakes_are_told_and_end_with_2() {
         (vec!["run", "real_movielens", "--mask", "diagonal"], "diagonal"),
         (vec!["check", "no-such-case"], "no-such-case"),
         (vec!["ab", "--a", "cpu", "--b", "cpu:0", "real_movielens"], "cpu"),
+        (vec!["ab", "--a", "cpu", "--b", "cpu", "--pairs", "0", "real_movielens"], "--pairs"),
     ] {
         let output = jfa_bench(&arguments);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {text}");
         assert!(text.contains(said), "{arguments:?}: {text}");
     }
+}
+
+/// As under `jfa-bench info | head -1`.
+#[cfg(unix)]
+#[test]
+fn a_reader_may_stop_early() {
+    use std::process::Stdio;
+
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let child = command(&["info"]).stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&output.status), Some(libc::SIGPIPE));
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_batch_of_nothing_has_no_sign() {
+    let output = jfa_bench(&["run", "real_movielens", "--batch", "0"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && text.contains(" 0.0 GFLOP/s") && !text.contains("-0.0"), "{text}");
 }
 
 #[test]
