@@ -37,7 +37,7 @@
  * outlive its context. Texts belong to the handle or thread named at each function.
  *
  * Threads. A context or a plan may be used by many threads at once; only its release must come last. Each running call
- * needs its own workspace; a schedule may be shared.
+ * needs its own workspace; a schedule may be shared. A process made by fork may go on with handles of host memory.
  *
  * Errors. Every function of the table returns a jfa_status; JFA_OK is 0. On failure jfa_last_error() gives a text that
  * names the argument and its value, for the calling thread. A forward or backward that fails has written nothing.
