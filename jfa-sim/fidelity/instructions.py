@@ -5,8 +5,7 @@
     python instructions.py rows DIR RUNNER        # anywhere: prints operands and GPU results where they differ, as tests/h200.txt keeps them
 
 A case is one PTX instruction with three random operands per thread, among them zeros, infinities, NaN, subnormals and
-neighbours of powers of two. Approximate functions are compared by distance in units of the last place; those whose error is
-specified absolutely near their zeros (lg2, sin, cos) also by the difference of results of magnitude up to one.
+neighbours of powers of two.
 """
 
 import json
@@ -128,12 +127,6 @@ def device(folder):
     print(f"{len(CASES)} cases of {N} threads")
 
 
-def ordered(v):
-    """Floats as integers whose distance is units of the last place."""
-    i = v.view(np.int32).astype(np.int64)
-    return np.where(i < 0, -(i & 0x7fffffff), i)
-
-
 def simulate(folder, runner):
     """For every case: its group, its text, the simulator's results and the GPU's."""
     stored = np.load(folder / "cases.npz")
@@ -156,31 +149,16 @@ def simulate(folder, runner):
         yield group, text, got, want[k]
 
 
-def distance(got, want):
-    """Units of the last place between finite results, and where only one of the two is finite or a NaN meets a number."""
-    f, g = got.view(np.float32), want.view(np.float32)
-    both = np.isfinite(f) & np.isfinite(g)
-    return np.where(both, np.abs(ordered(got) - ordered(want)), 0), (got != want) & ~both
-
-
 def compare(folder, runner):
     bad = 0
     for group, text, got, want in simulate(folder, runner):
         differ = got != want
-        if group == "approximate":
-            ulp, other = distance(got, want)
-            f, g = got.view(np.float32), want.view(np.float32)
-            small = (np.abs(f) <= 1) & (np.abs(g) <= 1)
-            apart = np.abs(f[small].astype(np.float64) - g[small]).max()
-            large = np.abs(g) >= 0.25
-            print(f"{group:12} {text:28} {differ.mean():8.2%} differ, at most {ulp.max()} ulp ({ulp[large].max()} from 1/4 on), "
-                  f"2^{np.log2(apart):.1f} absolute up to 1, {other.sum()} in kind")
-        elif differ.any():
+        if differ.any():
             bad += 1
             i = int(np.argmax(differ))
             x = operands()[:, i]
             print(f"{group:12} {text:45} {differ.sum()} differ, e.g. a={x[0]:08x} b={x[1]:08x} c={x[2]:08x}: {got[i]:08x}, GPU {want[i]:08x}")
-    print(f"{len(CASES) - len(APPROX)} exact cases, {bad} with differences")
+    print(f"{len(CASES)} cases, {bad} with differences")
     return bad
 
 
@@ -192,20 +170,15 @@ def kind(v):
 
 
 def rows(folder, runner, limit=8):
-    """A few operands of every case with differences: some with, some without, different sorts first; of approximate
-    functions the largest distances and a range of others."""
+    """A few operands of every case with differences: some with, some without, different sorts first."""
     x = operands()
     for group, text, got, want in simulate(folder, runner):
         differ = got != want
         if group == "warp" or not differ.any():
             continue
         used = [i for i, name in enumerate("abc") if any(w in (name, name + "h") for w in text.replace(",", " ").split()[1:])]
-        ulp, other = distance(got, want)
         chosen = []
         for where in np.flatnonzero(differ), np.flatnonzero(~differ):
-            if group == "approximate":
-                where = where[np.lexsort((-ulp[where], ~other[where]))]
-                where = np.concatenate([where[:limit // 2], where[::max(1, len(where) // limit)], where])
             seen, some = set(), []
             for new_sort in (True, False):
                 for i in where:

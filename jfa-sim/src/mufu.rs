@@ -350,8 +350,7 @@ mod tests {
 
     /// Sum of `(2 i + 1)` times result `i` over the 2^23 arguments from the bits `first` on.
     fn sum(first: u32, f: impl Fn(u32) -> u32) -> u64 {
-        (0..1u32 << 23)
-            .fold(0, |s, i| (u64::from(2 * i + 1).wrapping_mul(u64::from(f(first + i)))).wrapping_add(s))
+        (0..1u32 << 23).fold(0, |s, i| (u64::from(2 * i + 1).wrapping_mul(u64::from(f(first + i)))).wrapping_add(s))
     }
 
     /// `sin` in the first quadrant, where it is exact at zero.

@@ -44,9 +44,13 @@ impl Descriptor {
         let shift = w.trailing_zeros();
         let a = match (mn_major, self.swizzle) {
             (false, Swizzle::None) => self.start + (i / 8) * self.stride + (i % 8) * 16 + c * self.lead,
-            (false, _) => self.start + (i / 8) * self.stride + (i % 8) * w + (c * 16 >> shift) * self.lead + (c * 16 & (w - 1)),
+            (false, _) => {
+                self.start + (i / 8) * self.stride + (i % 8) * w + (c * 16 >> shift) * self.lead + (c * 16 & (w - 1))
+            }
             (true, Swizzle::None) => self.start + c * self.stride + (i / 8) * self.lead + (i % 8) * 16,
-            (true, _) => self.start + (c * 16 >> shift) * self.lead + (c * 16 & (w - 1)) + (i / 8) * self.stride + (i % 8) * w,
+            (true, _) => {
+                self.start + (c * 16 >> shift) * self.lead + (c * 16 & (w - 1)) + (i / 8) * self.stride + (i % 8) * w
+            }
         };
         self.swizzle.apply(a & 0x3ffff)
     }
@@ -119,9 +123,7 @@ impl Operand {
             MmaTy::Bf16 => self.read_as::<8>(data, by_row, out, |b| b.map(num::bf16_to_f32)),
             MmaTy::F16 => self.read_as::<8>(data, by_row, out, |b| b.map(num::f16_to_f32)),
             MmaTy::Tf32 => self.read_as::<4>(data, by_row, out, |b| {
-                std::array::from_fn(|i| {
-                    element(MmaTy::Tf32, u32::from(b[2 * i]) | u32::from(b[2 * i + 1]) << 16)
-                })
+                std::array::from_fn(|i| element(MmaTy::Tf32, u32::from(b[2 * i]) | u32::from(b[2 * i + 1]) << 16))
             }),
         }?;
         if negate {
