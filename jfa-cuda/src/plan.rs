@@ -152,8 +152,11 @@ impl QueueKeys {
 /// to hand from block to block, and every tile is work of its own. Measured (docs/performance.md): the passes win
 /// under a mask at means of 1,000 to 1,400 keys, without one where lengths are uneven around 1,400; shorter masked problems
 /// have not been compared. The mean comes from the capacities; another choice gives the same
-/// gradients to rounding.
+/// gradients to rounding, and so there is none where the bits of a sequence must not depend on its batch.
 fn split_is_faster(problem: &Problem) -> bool {
+    if problem.deterministic {
+        return false;
+    }
     let mean = problem.total_kv / problem.batch.max(1);
     let masked = problem.mask != Mask::Full;
     matches!(problem.query, Query::Jagged) && mean >= if masked { 1000 } else { 1200 }

@@ -766,13 +766,17 @@ fn long_uneven_lengths_take_the_split_backward() {
     let whole = ["schedule", "backward_128_bf16"];
     let causal = Mask::Causal(Alignment::TopLeft);
     // Capacities of ten sequences: it is their mean that counts.
-    for (mask, keys, expected) in [
-        (Mask::Full, 11_990, &whole[..]),
-        (Mask::Full, 12_000, &split[..]),
-        (causal, 9_990, &whole[..]),
-        (causal, 10_000, &split[..]),
+    // Not where the bits of a sequence must not depend on the others.
+    for (mask, keys, deterministic, expected) in [
+        (Mask::Full, 11_990, false, &whole[..]),
+        (Mask::Full, 12_000, false, &split[..]),
+        (Mask::Full, 12_000, true, &whole[..]),
+        (causal, 9_990, false, &whole[..]),
+        (causal, 10_000, false, &split[..]),
+        (causal, 10_000, true, &whole[..]),
     ] {
-        let problem = Problem::builder(DType::BF16, 4, 128).capacity(10, 9000, keys).mask(mask).build().unwrap();
+        let b = Problem::builder(DType::BF16, 4, 128).capacity(10, 9000, keys).mask(mask).deterministic(deterministic);
+        let problem = b.build().unwrap();
         let plan = plan_on(&gpu, &problem, false).unwrap();
         let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
         run_split(&gpu, &plan, &layout, &backward_args(&problem, keys), expected);

@@ -72,6 +72,21 @@ pub fn cases(c: &mut Collector, dtype: DType, dim: i64) {
             invariant(x, &s, &s.clone().with(|s| s.hints = (Some(1), Some(100_000))))
         });
     }
+    cases_of_a_long_sequence(c, dtype, dim);
+}
+
+/// A choice of algorithm that follows from how long the sequences of a batch are would show here.
+fn cases_of_a_long_sequence(c: &mut Collector, dtype: DType, dim: i64) {
+    for (name, mask) in [("full", Mask::Full), ("causal", Mask::Causal(Alignment::BottomRight))] {
+        let s = Scenario::new(dtype, dim, &[2100, 5, 17, 64]).with(|s| {
+            s.mask = mask;
+            s.deterministic = true;
+        });
+        for (what, kept) in [("alone-long", vec![0]), ("without-the-long", vec![1, 2, 3])] {
+            let s = s.clone();
+            c.add("9", false, &format!("batch-invariance/{what}-{name}"), move |x| invariant(x, &s, &s.subset(&kept)));
+        }
+    }
 }
 
 fn adapted(x: &Context, s: &Scenario) -> Scenario {
