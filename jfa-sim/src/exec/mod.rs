@@ -427,7 +427,13 @@ pub(crate) fn run_all(l: &Launch<'_>, threads: usize) -> Counters {
             match c.run() {
                 Turn::Spinning => {
                     if l.next.load(Ordering::Relaxed) >= l.clusters && threads > 1 {
-                        std::thread::yield_now();
+                        // Whoever this one waits for runs on another worker, which may have to wait for a CPU itself: rounds
+                        // meanwhile must not add up to what counts as deadlock.
+                        if parked.is_empty() {
+                            std::thread::sleep(std::time::Duration::from_micros(100));
+                        } else {
+                            std::thread::yield_now();
+                        }
                     }
                     parked.push_back(c);
                 }

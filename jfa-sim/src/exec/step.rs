@@ -80,6 +80,9 @@ impl<'a> Cluster<'a> {
             ran = true;
             let n = self.run_frag(w, left);
             left = left.saturating_sub(n.max(1));
+            if std::mem::take(&mut w.polled) {
+                break;
+            }
         }
         let used = quantum - left;
         self.tick += used;
@@ -172,7 +175,8 @@ impl<'a> Cluster<'a> {
                     }
                     // Others had better run now, lanes of the same warp included.
                     w.cur = (w.cur + 1) % w.frags.len().max(1);
-                    return budget;
+                    w.polled = true;
+                    return n;
                 }
                 Next::Retry => {
                     let cur = w.cur;

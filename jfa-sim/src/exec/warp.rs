@@ -144,6 +144,8 @@ pub(crate) struct Warp {
     pub undefined_from: Option<(u32, u64)>,
     /// Progress of the cluster when a blocking wait last gave up.
     pub gave_up: u64,
+    /// A round of a wait loop ended its turn.
+    pub polled: bool,
 }
 
 /// All lanes.
@@ -210,6 +212,7 @@ impl Warp {
             unsure: vec![0; k.preds as usize],
             undefined_from: None,
             gave_up: u64::MAX,
+            polled: false,
         }
     }
 
