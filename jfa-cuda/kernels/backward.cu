@@ -5,20 +5,23 @@
 //   pair        two CTAs (a cluster) take two neighbouring tiles at a time, one each, over the same rows; of an odd number of tiles
 //               the last one alone, each CTA with a head of its own. `cluster` is 1 where the query is broadcast
 //   products    s^T = k q^T, dp^T = v do^T, dv += p^T do, dk += ds^T q, dq = ds k; p^T and ds^T never leave the registers as
-//               left operands, ds^T goes to shared memory once for dq
-//   dq          of a pair, each CTA keeps one half of a step's dq and sends the other to its neighbour; half a step later both halves
-//               are added and leave. Where the pass has all keys of the sequence, for good; else the first pass leaves its share in
-//               `partial` (L2), the others add theirs there, the last one takes the sum along and stores dq. A pair does the passes
-//               of a sequence in their order, hence the same threads add in the same order. Only sequences too long for one pair
-//               have passes on many: they wait for flags
-//   roles       warp 0: schedule and TMA; warps 1, 2: delta = rowsum(o * do), once per block of rows; warp 3: lse, waits for
-//               flags; two consumer warpgroups of 64 keys each
-//   buffers     k: 2 stages (dk leaves through them); v: 1 (2 without pairs: dv leaves through them); q, do: 2 stages; o: 1; ds^T: 1;
-//               the kept and the received half of dq
-//   overlap     the next step's s^T is issued behind this step's dq, also across tiles; dp^T once lse is in registers. The products
-//               of 64 x 64 take all of shared memory's bandwidth: whatever else is read or written there waits for them, so that
-//               its place in the step counts (docs/performance.md)
-//   registers   consumers 224, producer warpgroup 56
+//               left operands, ds^T goes to shared memory once for dq. s^T starts from -lse and dp^T from -delta: what the products
+//               leave is the exponent of p^T and the second factor of ds^T
+//   roles       producer warpgroup: warp 0: schedule and TMA; warps 1, 2: delta = rowsum(o * do), once per block of rows; warp 3: lse,
+//               waits for flags. Warpgroup of dq. Two consumer warpgroups of 64 keys each, which go their own ways: they meet nobody
+//               but through barriers of buffers
+//   dq          a step's dq is multiplied in two halves (32 registers). Of a pair, each CTA sends one half to its neighbour, multiplies the
+//               other and adds what the neighbour sends. Where the pass has all keys of the sequence it leaves for good; else the
+//               first pass leaves its share in `partial` (L2), the others add theirs there, the last one takes the sum along and
+//               stores dq. A pair does the passes of a sequence in their order, hence the same threads add in the same order. Only
+//               sequences too long for one pair have passes on many: they wait for flags
+//   buffers     k: 2 stages (dk leaves through them); v: 1; q, do: 2; o: 1; ds^T: 2 (half of dv leaves through them); the received half
+//               of dq. do's stage is given back in the middle of a step, q's at the end
+//   overlap     behind dp^T and dv nothing but the other consumer; ds^T is written behind dk, whose left operand is registers: products of
+//               64 x 64 take all of shared memory's bandwidth, and whatever else is read or written there waits for them
+//               (docs/performance.md). The next step's s^T is issued at the end of a step, also across tiles
+//   registers   consumers 208, dq 64, producers 32: all 65,536. One array holds s^T, p^T and dp^T in turn: in two the assembler
+//               finds no room and serializes all products (C7512)
 #include "params.h"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
@@ -51,13 +54,18 @@ constexpr int head_dim = JFA_HEAD_DIM;        // columns of the products; wider 
 constexpr int chunks = head_dim / 64;         // 64-column chunks of 128-byte rows in shared memory
 constexpr int keys = JFA_BACKWARD_KEYS;       // keys of a tile, 64 per consumer
 constexpr int q_tile = head_dim <= 64 ? 128 : 64;
-constexpr int dq_columns = head_dim <= 64 ? head_dim : head_dim / 2;  // a consumer's share of dq is 64 rows of these columns
-constexpr int segments = 3;
+constexpr int ds_chunks = q_tile / 64;        // of 64 query rows
+constexpr int ds_stages = 2;
+constexpr int chain_stages = 4;               // lse is up to three steps ahead of dq
+constexpr int segments = 4;
 constexpr int cluster = JFA_CLUSTER;          // CTAs that share a sequence
 constexpr bool pairs = cluster == 2;
-constexpr int v_stages = pairs ? 1 : 2;       // pairs: the other stage's place holds what they exchange
+constexpr int threads = 512;
+constexpr int producer_registers = 32, dq_registers = 64, consumer_registers = 208;
+static_assert(128 * (producer_registers + dq_registers + 2 * consumer_registers) <= 65536);
 static_assert(cluster == 1 || cluster == 2);
 static_assert(q_tile * (head_dim + 2) * 4 <= JFA_BACKWARD_BLOCK_BYTES, "params.h");
+static_assert(q_tile * head_dim == 2 * 64 * 64, "dq of a step is two halves of 64 x 64");
 
 constexpr int kv_chunk = keys * 128;          // bytes
 constexpr int q_chunk = q_tile * 128;
@@ -77,15 +85,15 @@ struct Work {              // what the consumers need of a segment
     int lo, hi;            // query blocks, walked from hi - 1 down to lo
     int q_len, kv_len;
     int key0;              // first key of the CTA's tile
-    int q_row, kv_row;
-    int head, kv_head;
-    int block;             // row block of query block 0
-    int earlier_end;       // to query blocks before it an earlier pass adds too
-    int later_begin;       // to query blocks from it on a later pass adds too
+    int kv_row, kv_head;
     int whole_lo, whole_hi; // of these query blocks no mask cuts anything
 };
 struct Segment : Work {
-    int o_row;
+    int q_row, o_row;
+    int head;
+    int block;             // row block of query block 0
+    int earlier_end;       // to query blocks before it an earlier pass adds too
+    int later_begin;       // to query blocks from it on a later pass adds too
     int tile, tile_end;    // tiles of the pass
     int zero_lo, zero_hi;  // zero_queries: rows [0, zero_lo) and [zero_hi, q_len) see no key
 };
@@ -110,44 +118,42 @@ struct Pass {
     int last;             // of this CTA's item
 };
 
-// Where a step's share of dq goes (a warp's own note, so that nothing has to be looked up behind the products).
-enum : int { adds_earlier = 1, adds_later = 2, is_awaited = 4 };  // passes before and after it that add too; somebody waits for it
-struct Leaving {
-    int flags;
-    int block;             // row block
-    int row, rows, head;   // first row of q, rows that exist
-};
-
 // Whose rows a stage of q and do holds.
 struct Content {
     int q_row, o_row, rows, head;
 };
 
+// Where the thread that schedules and loads is.
+struct Progress {
+    uint32_t item;           // looked ahead
+    int looked;              // how far
+    int now;                 // which of the two items is worked on; toggles, hence also the parity of the claims
+    uint32_t tiles, steps, segments, loads_of_o;
+};
+
 struct SharedMemory {
-    uint8_t k[2][kv_bytes], v[v_stages][kv_bytes];
+    uint8_t k[2][kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
-    uint8_t ds[q_tile / 64][ds_chunk];
+    uint8_t ds[ds_stages][ds_chunks][ds_chunk];
     uint8_t o[q_bytes];
-    // Pairs: of a step's dq the CTA keeps one half and gets the same half of its neighbour's. Both as they lay in the registers.
-    float4 kept[pairs ? 8 * 4 * 32 : 1], received[pairs ? 8 * 4 * 32 : 1];
-    float lse[2][q_tile];    // -lse * log2(e); -inf where p must be 0. At place_of(row)
-    float delta[2][q_tile];  // likewise
+    float4 received[pairs ? 8 * 4 * 32 : 1];  // the neighbour's share of this CTA's half of a step's dq, as it lay in the registers
+    float lse[2][q_tile];    // -lse in units of the scores; whatever makes p 0 where it must be. At place_of(row)
+    float delta[2][q_tile];  // -delta, likewise
     Segment segment[segments];
     Item item[2];
     Pass pass;               // not in registers: they are scarce in the producer
-    uint32_t o_count;        // likewise: loads of o
+    Progress progress;       // likewise
     Content content[2];
     Work held[8][2];         // every consumer warp's own copies of the segment it works on and the next one
-    Leaving leaving[8][2];   // every consumer warp's own, of two steps
-    int segment_known[2];    // whether the segment after this one is there, decided in the middle of the step
+    int segment_known[2][2]; // per consumer: whether the segment after this one is there
     uint32_t claimed;        // item, written by the first CTA of the cluster
     uint64_t segment_full[segments], segment_empty[segments];
-    uint64_t k_full[2], v_full[v_stages], k_empty[2], v_empty[v_stages];
-    uint64_t q_full[2], do_full[2], q_empty[2];     // q_empty: q and do
+    uint64_t k_full[2], v_full, k_empty[2], v_empty;
+    uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2];
     uint64_t o_full, o_empty;
-    uint64_t delta_full[2], lse_full[2], chain_full[2];
-    uint64_t dq_left;        // of steps whose flag is raised
-    uint64_t ds_empty;
+    uint64_t delta_full[2], lse_full[2], chain_full[chain_stages];
+    uint64_t ds_full[ds_stages], ds_empty[ds_stages];
+    uint64_t dq_left[2];     // of steps whose flag is raised
     uint64_t claim_full, claim_empty;               // claim_empty: in the first CTA
     uint64_t received_full, neighbour_ready;        // neighbour_ready: it has taken what it received
 };
@@ -160,8 +166,6 @@ __device__ __forceinline__ uint64_t* segment_full(SharedMemory& shared, uint32_t
 __device__ __forceinline__ uint64_t* segment_empty(SharedMemory& shared, uint32_t n) { return &shared.segment_empty[n % segments]; }
 __device__ __forceinline__ uint32_t segment_phase(uint32_t n) { return (n / segments) & 1; }
 
-__device__ __forceinline__ int v_stage(uint32_t unit) { return unit % v_stages; }
-__device__ __forceinline__ uint32_t v_phase(uint32_t unit) { return unit / v_stages & 1; }
 __device__ __forceinline__ int rank() { return pairs ? ptx::cluster_rank() : 0; }
 
 // Where a row's lse and delta stand: the four values that a thread needs of 16 rows are neighbours.
@@ -256,8 +260,8 @@ __device__ __forceinline__ void fill_segment(Segment& g, const JfaBackwardParams
 
 __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_q, const CUtensorMap* map_k,
                         const CUtensorMap* map_v, const CUtensorMap* map_o, const CUtensorMap* map_do) {
-    uint32_t tile_count = 0, step = 0, segment = 0;
-    shared.o_count = 0;
+    Progress& at = shared.progress;
+    at = {no_item, 0, 1, 0, 0, 0, 0};
     shared.content[0] = shared.content[1] = {0, 0, -1, 0};
 
     // `rows` rows from `row` on as boxes of 64 rows, zeros after them.
@@ -272,37 +276,35 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
 
     // The following item, its unit, its sequence: asked for one after another, a step apart, so that nobody waits for them. Of a pair the
     // first CTA asks and tells both.
-    uint32_t item = no_item;
-    int looked = 0, now = 1;  // now: which of the two items is worked on; toggles, hence also the parity of the claims
     const auto look_ahead = [&](bool wait) {
-        Item& next = shared.item[now ^ 1];
-        if (looked == 0) {
+        Item& next = shared.item[at.now ^ 1];
+        if (at.looked == 0) {
             if (!pairs) {
-                item = next_item(p, p.header->backward_units, item);
+                at.item = next_item(p, p.header->backward_units, at.item);
             } else {
                 ptx::mbarrier_arrive_expect_tx(&shared.claim_full, sizeof(uint32_t));
                 if (rank() == 0) {
-                    ptx::mbarrier_wait(&shared.claim_empty, now);
-                    const uint32_t claimed = next_item(p, p.header->backward_units, item);
+                    ptx::mbarrier_wait(&shared.claim_empty, at.now);
+                    const uint32_t claimed = next_item(p, p.header->backward_units, at.item);
                     for (int r = 0; r < cluster; ++r)
                         ptx::store_async(ptx::map_to_rank(&shared.claimed, r), claimed, ptx::map_to_rank(&shared.claim_full, r));
                 }
             }
-        } else if (looked == 1) {
+        } else if (at.looked == 1) {
             if (pairs) {
-                if (!wait && !ptx::mbarrier_test_wait(&shared.claim_full, now ^ 1)) return;
-                ptx::mbarrier_wait(&shared.claim_full, now ^ 1);
-                item = *static_cast<volatile uint32_t*>(&shared.claimed);
+                if (!wait && !ptx::mbarrier_test_wait(&shared.claim_full, at.now ^ 1)) return;
+                ptx::mbarrier_wait(&shared.claim_full, at.now ^ 1);
+                at.item = *static_cast<volatile uint32_t*>(&shared.claimed);
                 ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.claim_empty, 0));
             }
-            if (item != no_item) {
-                const JfaUnit unit = p.units[item / groups_of(p)];
+            if (at.item != no_item) {
+                const JfaUnit unit = p.units[at.item / groups_of(p)];
                 next.unit_sequence = unit.sequence;
-                next.kv_head = item % groups_of(p) * cluster;
+                next.kv_head = at.item % groups_of(p) * cluster;
                 next.heads = min(cluster, p.heads_kv - next.kv_head);
                 next.tile = unit.first < 0 ? -1 : unit.first / keys;
             }
-        } else if (item != no_item) {
+        } else if (at.item != no_item) {
             const JfaSequence s = p.sequences[next.unit_sequence];
             next.sequence = s;
             next.row_block = s.o_row / q_tile + next.unit_sequence;
@@ -317,68 +319,69 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
             next.whole = pairs ? count / 2 : count;
             next.passes = next.whole * next.heads + (pairs && count % 2 && rank() < next.heads);
         }
-        ++looked;
+        ++at.looked;
     };
     const auto walk = [&](const Item& it, const Pass& pass) {
 #pragma unroll 1
         for (int member = 0; member < p.group; ++member) {
-            ptx::mbarrier_wait(segment_empty(shared, segment), segment_phase(segment) ^ 1);
-            Segment& g = shared.segment[segment % segments];
+            ptx::mbarrier_wait(segment_empty(shared, at.segments), segment_phase(at.segments) ^ 1);
+            Segment& g = shared.segment[at.segments % segments];
             fill_segment(g, p, it.sequence, pass.tile, pass.count, pass.member_tile, pass.kv_head, member);
             g.flags |= pass.flags;
             g.block = p.broadcast ? (slice_of(p) * p.heads_kv * p.group + g.head) * p.blocks : g.head * p.blocks + it.row_block;
-            ptx::mbarrier_arrive(segment_full(shared, segment));
-            ++segment;
+            ptx::mbarrier_arrive(segment_full(shared, at.segments));
+            ++at.segments;
 #pragma unroll 1
-            for (int i = g.hi - 1; i >= g.lo; --i, ++step) {
-                const int q0 = i * q_tile, stage = stage_of(step);
+            for (int i = g.hi - 1; i >= g.lo; --i, ++at.steps) {
+                const int q0 = i * q_tile, stage = stage_of(at.steps);
                 const bool first = member == 0 && i == g.hi - 1;
-                const int k_stage = stage_of(tile_count);
+                const int k_stage = stage_of(at.tiles);
                 if (first) {
-                    ptx::mbarrier_wait(&shared.k_empty[k_stage], phase_of(tile_count) ^ 1);
+                    ptx::mbarrier_wait(&shared.k_empty[k_stage], phase_of(at.tiles) ^ 1);
                     load(map_k, &shared.k_full[k_stage], shared.k[k_stage], keys, g.kv_row + g.key0, g.kv_len - g.key0, g.kv_head);
                 }
-                ptx::mbarrier_wait(&shared.q_empty[stage], phase_of(step) ^ 1);
                 // A stage that holds the rows already, as with few queries and many keys, is not loaded again.
                 Content& content = shared.content[stage];
-                const int rows = min(q_tile, g.q_len - q0);
-                const bool same_q = content.q_row == g.q_row + q0 && content.rows == rows && content.head == g.head;
-                const bool same_do = same_q && content.o_row == g.o_row + q0;
-                content = {g.q_row + q0, g.o_row + q0, rows, g.head};
-                if (same_q) {
-                    ptx::mbarrier_arrive(&shared.q_full[stage]);
-                } else {
-                    load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, g.q_row + q0, rows, g.head);
-                }
+                const int rows = min(q_tile, g.q_len - q0), q_row = g.q_row + q0, o_row = g.o_row + q0, head = g.head;
+                const bool same = content.rows == rows && content.head == head, same_q = same && content.q_row == q_row, same_do = same && content.o_row == o_row;
+                content = {q_row, o_row, rows, head};
+                // do first: its stage is free in the middle of a step, that of q at the end.
+                ptx::mbarrier_wait(&shared.do_empty[stage], phase_of(at.steps) ^ 1);
                 if (same_do) {
                     ptx::mbarrier_arrive(&shared.do_full[stage]);
                 } else {
-                    load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, g.o_row + q0, rows, g.head);
+                    load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, o_row, rows, head);
                 }
                 if (computes_delta(g, i)) {
-                    ptx::mbarrier_wait(&shared.o_empty, (shared.o_count & 1) ^ 1);
-                    load(map_o, &shared.o_full, shared.o, q_tile, g.o_row + q0, g.q_len - q0, g.head);
-                    ++shared.o_count;
+                    ptx::mbarrier_wait(&shared.o_empty, (at.loads_of_o & 1) ^ 1);
+                    load(map_o, &shared.o_full, shared.o, q_tile, o_row, rows, head);
+                    ++at.loads_of_o;
                 }
-                // v last: of a pair it waits for the end of the tile before.
+                ptx::mbarrier_wait(&shared.q_empty[stage], phase_of(at.steps) ^ 1);
+                if (same_q) {
+                    ptx::mbarrier_arrive(&shared.q_full[stage]);
+                } else {
+                    load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, q_row, rows, head);
+                }
+                // v last: it waits for the end of the tile before.
                 if (first) {
-                    ptx::mbarrier_wait(&shared.v_empty[v_stage(tile_count)], v_phase(tile_count) ^ 1);
-                    load(map_v, &shared.v_full[v_stage(tile_count)], shared.v[v_stage(tile_count)], keys, g.kv_row + g.key0, g.kv_len - g.key0, g.kv_head);
-                    ++tile_count;
+                    ptx::mbarrier_wait(&shared.v_empty, (at.tiles & 1) ^ 1);
+                    load(map_v, &shared.v_full, shared.v, keys, g.kv_row + g.key0, g.kv_len - g.key0, g.kv_head);
+                    ++at.tiles;
                 }
                 // Not before the last steps: an item claimed early waits behind this one while others have nothing to do, and all
                 // later passes of its sequence wait with it.
                 const int left = (p.group - 1 - member) * (g.hi - g.lo) + i - g.lo;
-                if (pass.last && looked < 3 && left < 4) look_ahead(false);
+                if (pass.last && at.looked < 3 && left < 4) look_ahead(false);
             }
         }
     };
     for (;;) {
-        while (looked < 3) look_ahead(true);
-        looked = 0;
-        now ^= 1;
-        if (item == no_item) break;
-        const Item& it = shared.item[now];
+        while (at.looked < 3) look_ahead(true);
+        at.looked = 0;
+        at.now ^= 1;
+        if (at.item == no_item) break;
+        const Item& it = shared.item[at.now];
 #pragma unroll 1
         for (int n = 0; n < it.passes; ++n) {
             const bool rest = n == it.whole * it.heads;
@@ -396,9 +399,9 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
             walk(it, pass);
         }
     }
-    ptx::mbarrier_wait(segment_empty(shared, segment), segment_phase(segment) ^ 1);
-    shared.segment[segment % segments] = Segment{{no_steps | the_end}};
-    ptx::mbarrier_arrive(segment_full(shared, segment));
+    ptx::mbarrier_wait(segment_empty(shared, at.segments), segment_phase(at.segments) ^ 1);
+    shared.segment[at.segments % segments] = Segment{{no_steps | the_end}};
+    ptx::mbarrier_arrive(segment_full(shared, at.segments));
 }
 
 // ------------------------------------------------------------------------------------------------ the producer's other warps
@@ -434,13 +437,13 @@ __device__ void zero_rows(void* base, long long row_bytes, long long head_bytes,
 __device__ __forceinline__ int* flag_of(const JfaBackwardParams& p, int row_block, int half) { return p.control + 32 + cluster * row_block + half; }
 
 __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int me) {
-    const int lane = ptx::lane_id(), quad = lane % 4;
     int leaving = -1, tiles = 0;  // row block whose sum moves on after the last step, tiles in it
     uint32_t o_count = 0, raised = 0;
     const auto raise = [&] {
         if (leaving < 0) return;
-        ptx::mbarrier_wait(&shared.dq_left, raised++ & 1);
-        if (lane == 0) ptx::store_release(flag_of(p, leaving, rank()), tiles);
+        ptx::mbarrier_wait(&shared.dq_left[stage_of(raised)], phase_of(raised));
+        ++raised;
+        if (ptx::lane_id() == 0) ptx::store_release(flag_of(p, leaving, rank()), tiles);
     };
     every_step(
         shared,
@@ -461,7 +464,16 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
         [&](const Segment& s, int i, uint32_t step) {
             const int stage = stage_of(step);
             const int first_row_of_warp = me * (q_tile / 2);
-            if (computes_delta(s, i)) {
+            const bool computes = computes_delta(s, i);
+            float value[q_tile / 64];
+            if (!computes) {
+                const float* kept = partial_delta(p, s.block + i);
+#pragma unroll
+                for (int r = 0; r < q_tile / 64; ++r) value[r] = ptx::load_l2(kept + static_cast<uint32_t>(first_row_of_warp + 32 * r + ptx::lane_id()));
+            }
+            // The consumers have left do's stage, hence delta's. (Also lest a wait by parity below misses a phase.)
+            ptx::mbarrier_wait(&shared.do_empty[stage], phase_of(step) ^ 1);
+            if (computes) {
                 ptx::mbarrier_wait(&shared.o_full, o_count & 1);
                 ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
                 // The diagonal of o do^T, 16 rows at a time: fewer loads from shared memory, which the consumers' products fill, and a
@@ -469,23 +481,26 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
 #pragma unroll 1
                 for (int row0 = first_row_of_warp; row0 < first_row_of_warp + q_tile / 2; row0 += 16) {
                     float low[4] = {}, high[4] = {};  // rows 0..7 and 8..15
-                    const int row = row0 + lane % 16, at = row * 128 + ((lane / 16 ^ row & 7) << 4);
-                    uint32_t o = ptx::smem_address(shared.o) + at, d_o = ptx::smem_address(shared.d_o[stage]) + at;
+                    // 8 x 8 elements each. o: rows 0..7 and 8..15 of columns 0..7, then of columns 8..15, as a left operand wants them; do: both
+                    // halves of the columns of rows 0..7, then of rows 8..15, as a right one wants them.
+                    const auto place = [&](int row, int group) { return row * 128 + ((group ^ row & 7) << 4); };
+                    uint32_t o = ptx::smem_address(shared.o) + place(row0 + ptx::lane_id() % 16, ptx::lane_id() / 16);
+                    uint32_t d_o = ptx::smem_address(shared.d_o[stage]) + place(row0 + ptx::lane_id() / 16 * 8 + ptx::lane_id() % 8, ptx::lane_id() / 8 % 2);
 #pragma unroll 1
                     for (int chunk = 0; chunk < chunks; ++chunk, o += q_chunk, d_o += q_chunk) {
 #pragma unroll
-                        for (int k = 0; k < 4; ++k) {
-                            uint32_t a[4], b[4];  // 8 x 8: rows 0..7 and 8..15 of columns 0..7, then of columns 8..15
-                            ptx::ldmatrix_x4(a, o ^ 32 * k);
-                            ptx::ldmatrix_x4(b, d_o ^ 32 * k);
-                            ptx::mma_16x8x16<T>(low, a, b[0], b[2]);
-                            ptx::mma_16x8x16<T>(high, a, b[1], b[3]);
+                        for (int k = 0; k < 4; k += 2) {
+                            uint32_t a[2][4], b[2][4];  // two at a time: a load takes 150 cycles beside the consumers' products
+#pragma unroll
+                            for (int j = 0; j < 2; ++j) ptx::ldmatrix_x4(a[j], o ^ 32 * (k + j)), ptx::ldmatrix_x4(b[j], d_o ^ 32 * (k + j));
+#pragma unroll
+                            for (int j = 0; j < 2; ++j) ptx::mma_16x8x16<T>(low, a[j], b[j][0], b[j][1]), ptx::mma_16x8x16<T>(high, a[j], b[j][2], b[j][3]);
                         }
                     }
-                    if (quad == lane / 8) {
-                        const bool odd = lane / 4 % 2;
-                        const int place = row0 + lane / 4;
-                        const float sum[2] = {odd ? low[1] : low[0], odd ? high[3] : high[2]};
+                    if (ptx::lane_id() % 4 == ptx::lane_id() / 8) {
+                        const bool odd = ptx::lane_id() / 4 % 2;
+                        const int place = row0 + ptx::lane_id() / 4;
+                        const float sum[2] = {-(odd ? low[1] : low[0]), -(odd ? high[3] : high[2])};
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
                             shared.delta[stage][place_of(place + 8 * h)] = sum[h];
@@ -494,23 +509,16 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
                     }
                 }
                 __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(&shared.o_empty);
+                if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.o_empty);
                 ++o_count;
             } else {
-                const float* kept = partial_delta(p, s.block + i);
-                float value[q_tile / 64];
 #pragma unroll
-                for (int r = 0; r < q_tile / 64; ++r) value[r] = ptx::load_l2(kept + first_row_of_warp + 32 * r + lane);
-                // So the consumers have left this stage. (The barrier that the other branch waits on: a wait by parity must not
-                // miss a phase.)
-                ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
-#pragma unroll
-                for (int r = 0; r < q_tile / 64; ++r) shared.delta[stage][place_of(first_row_of_warp + 32 * r + lane)] = value[r];
+                for (int r = 0; r < q_tile / 64; ++r) shared.delta[stage][place_of(first_row_of_warp + 32 * r + ptx::lane_id())] = value[r];
             }
             __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(&shared.delta_full[stage]);
-            // The step before: its share of dq is in `partial`, with pairs in the middle of this step. The flag says so to the CTAs of
-            // the next tiles; raised here, because it costs a round trip to the L2 that the consumers need not wait for.
+            if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.delta_full[stage]);
+            // The step before: once its share of dq is in `partial`, the flag says so to the CTAs of the next tiles. Raised here, because
+            // it costs a round trip to the L2 that the warpgroup of dq need not wait for.
             if (me == 1) {
                 raise();
                 leaving = (s.flags & raises) && i >= s.later_begin ? s.block + i : -1;
@@ -521,8 +529,9 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
 }
 
 __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
-    const int lane = ptx::lane_id();
     uint32_t chained = 0;
+    // What the scores of a row start from, so that scale * score is log2(p). Rows that see no key: minus infinity behind the scale.
+    const float factor = -1.44269504088896341f / p.scale_log2, never = p.scale_log2 < 0 ? INFINITY : -INFINITY;
     every_step(
         shared, [](const Segment&) {},
         [&](const Segment& s, int i, uint32_t step) {
@@ -531,12 +540,12 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
             const int rows = min(s.q_len, p.o_rows - s.o_row) - q0;
             float value[q_tile / 32];
 #pragma unroll
-            for (int r = 0; r < q_tile / 32; ++r) value[r] = 32 * r + lane < rows ? lse[32 * r + lane] * 1.44269504088896341f : -INFINITY;
-            ptx::mbarrier_wait(&shared.q_full[stage], phase_of(step));  // so the consumers have left this stage
+            for (int r = 0; r < q_tile / 32; ++r) value[r] = 32 * r + ptx::lane_id() < rows ? lse[32 * r + ptx::lane_id()] : -INFINITY;
+            ptx::mbarrier_wait(&shared.q_empty[stage], phase_of(step) ^ 1);  // the consumers have left q's stage, hence lse's
 #pragma unroll
-            for (int r = 0; r < q_tile / 32; ++r) shared.lse[stage][place_of(32 * r + lane)] = value[r] == -INFINITY ? -INFINITY : -value[r];
+            for (int r = 0; r < q_tile / 32; ++r) shared.lse[stage][place_of(32 * r + ptx::lane_id())] = value[r] == -INFINITY ? never : value[r] * factor;
             __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(&shared.lse_full[stage]);
+            if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.lse_full[stage]);
 
             if ((s.flags & waits) && i < s.earlier_end) {
                 const int own = (s.flags & exchange) ? rank() : 0;
@@ -544,10 +553,155 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
                 if (pairs && !(s.flags & exchange))
                     while (ptx::load_acquire(flag_of(p, s.block + i, 1)) < s.tile) {}
                 __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(&shared.chain_full[stage_of(chained)]);
+                if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.chain_full[chained % chain_stages]);
                 ++chained;
             }
         });
+}
+
+// Where this lane's row of two 8-column groups (the first of them even) stands, for stmatrix. Opaque, lest the compiler keep all of these
+// addresses over the loop and spill them.
+__device__ __forceinline__ uint32_t fragment_rows(uint32_t base, int group) {
+    const int lane = ptx::lane_id();
+    uint32_t row;
+    asm volatile("mov.u32 %0, %1;" : "=r"(row) : "r"((lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4)));
+    return base + (row ^ (group << 4));
+}
+
+// Rows `first`, `first` + 8 of a tensor in its own type, straight from the registers: `groups` of eight columns from `from` on stand from
+// `first_column` on. Neighbouring lanes swap halves, so that four of them write 32 bytes side by side.
+__device__ __forceinline__ void store_rows(char* base, long long row_bytes, int first, int rows, int first_column, int columns, const float* from,
+                                           int groups, float factor) {
+    const int lane = ptx::lane_id();
+    const bool odd = lane & 1;
+    const int own_column = first_column + (odd ? 8 : 0) + (lane & 2) * 2;
+    char* to = base + first * row_bytes + own_column * 2;
+#pragma unroll
+    for (int x = 0; x < groups; x += 2) {
+        const float* values = from + 4 * x;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint32_t here = ptx::pack<T>(values[2 * half] * factor, values[2 * half + 1] * factor);
+            const uint32_t there = ptx::pack<T>(values[4 + 2 * half] * factor, values[5 + 2 * half] * factor);
+            const uint32_t other = __shfl_xor_sync(~0u, odd ? here : there, 1);
+            if (first + 8 * half < rows && own_column + 8 * x < columns)
+                *reinterpret_cast<uint2*>(to + 8 * half * row_bytes + 16 * x) = odd ? uint2{other, there} : uint2{here, other};
+        }
+    }
+}
+
+// Descriptors are broadcast from lane 0, so that the compiler knows them to be uniform.
+__device__ __forceinline__ uint64_t operand(const uint8_t* tile, uint32_t chunk_bytes = 16) {
+    return ptx::matrix_descriptor(__shfl_sync(~0u, ptx::smem_address(tile), 0), chunk_bytes);
+}
+
+// ------------------------------------------------------------------------------------------------------- the warpgroup of dq
+// dq = ds k of every step, a half at a time: half the columns at head_dim 128, half the rows at 64. Of a pair first the neighbour's half,
+// which goes there, then the own one, to which the neighbour's share is added. Then it leaves: to `partial`, or for good.
+__device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParams& p) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
+    float dq[32];
+    // A half's sums of a row block lie in `partial` as they lie in the registers.
+    const auto partial_of = [&](int row_block, int half) {
+        return reinterpret_cast<float4*>(partial_block(p, row_block) + (4 * half + warp) * 4096) + ptx::lane_id();
+    };
+    // A broadcast query: this CTA's sums start from zero.
+    if (!pairs && p.broadcast) {
+        for (int kv_head = blockIdx.x % p.heads_kv; kv_head < p.heads_kv; kv_head += gridDim.x)
+            for (int b = 0; b < p.group * p.blocks; ++b)
+                for (int x = 0; x < 16; ++x)
+                    partial_of((slice_of(p) * p.heads_kv + kv_head) * p.group * p.blocks + b, x / 8)[32 * (x % 8)] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+    uint32_t step = 0, unit = 0, chained = 0;
+    uint32_t counts = 0;  // bit 0: parity of the exchanges; above: steps announced (scarce registers)
+#pragma unroll 1
+    for (uint32_t n = 0;; ++n) {
+        ptx::mbarrier_wait(segment_full(shared, n), segment_phase(n));
+        const Segment& s = shared.segment[n % segments];
+        const int flags = __shfl_sync(~0u, s.flags, 0);
+        if (flags & the_end) break;
+        const bool exchanges_dq = pairs && (flags & exchange);
+        const int first_half = exchanges_dq ? rank() ^ 1 : 0;
+        const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
+        const int row_block0 = uniform(s.block), earlier_end = uniform(s.earlier_end), later_begin = uniform(s.later_begin);
+        int block = uniform(s.hi) - 1;
+        const auto remains = [&] { return block >= uniform(static_cast<const volatile Segment&>(s).lo); };
+        if (remains()) ptx::mbarrier_wait(&shared.k_full[stage_of(unit)], phase_of(unit));
+#pragma unroll 1
+        for (; remains(); --block, ++step) {
+            const int stage = stage_of(step);
+            const bool adds_earlier = p.broadcast || block < earlier_end, adds_later = p.broadcast || block >= later_begin;
+            ptx::mbarrier_wait(&shared.ds_full[stage], phase_of(step));
+#pragma unroll 1
+            for (int turn = 0; turn < 2; ++turn) {
+                const int half = first_half ^ turn;
+                const bool goes_over = exchanges_dq && turn == 0, takes = adds_earlier && !adds_later && !goes_over;
+                // What passes before have added. The last one takes it along.
+                if ((flags & waits) && adds_earlier && (turn == 1) == exchanges_dq) {
+                    ptx::mbarrier_wait(&shared.chain_full[chained % chain_stages], chained / chain_stages & 1);
+                    ++chained;
+                }
+                float4* sums = partial_of(row_block0 + block, half);
+#pragma unroll
+                for (int x = 0; x < 8; ++x) {
+                    float4 f{0.0f, 0.0f, 0.0f, 0.0f};
+                    if (takes) f = ptx::load_l2(sums + 32 * x);
+                    dq[4 * x] = f.x, dq[4 * x + 1] = f.y, dq[4 * x + 2] = f.z, dq[4 * x + 3] = f.w;
+                }
+                const uint64_t a = operand(shared.ds[stage][q_tile == 128 ? half : 0], ds_chunk);
+                const uint64_t b = operand(shared.k[stage_of(unit)] + (q_tile == 128 ? 0 : half * kv_chunk), kv_chunk);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int x = 0; x < keys / 16; ++x) ptx::Wgmma<64, T, 1, 1>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x * 2048), 1);
+                ptx::wgmma_commit();
+                if (goes_over) ptx::mbarrier_wait(&shared.neighbour_ready, (counts & 1) ^ 1);
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_hold(dq);
+                if (turn == 1 && ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.ds_empty[stage]);
+
+                const int at = warp * 32 * 8 + ptx::lane_id();
+                if (goes_over) {
+                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(&shared.received_full, 4096);
+                    const uint32_t to = ptx::map_to_rank(shared.received + at, half), full = ptx::map_to_rank(&shared.received_full, half);
+#pragma unroll
+                    for (int x = 0; x < 8; ++x) ptx::store_async(to + 512 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, full);
+                    continue;
+                }
+                if (exchanges_dq) {
+                    ptx::mbarrier_wait(&shared.received_full, counts & 1);
+                    counts ^= 1;
+#pragma unroll
+                    for (int x = 0; x < 8; ++x) {
+                        const float4 f = shared.received[at + 32 * x];
+                        dq[4 * x] += f.x, dq[4 * x + 1] += f.y, dq[4 * x + 2] += f.z, dq[4 * x + 3] += f.w;
+                    }
+                    __syncwarp();
+                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.neighbour_ready, half ^ 1));
+                }
+                if (adds_later) {
+#pragma unroll
+                    for (int x = 0; x < 8; ++x) {
+                        const float4 f{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]};
+                        if (adds_earlier) ptx::add_l2(sums + 32 * x, f);
+                        else ptx::store_l2(sums + 32 * x, f);
+                    }
+                } else {
+                    if (adds_earlier) ptx::discard_l2(reinterpret_cast<const char*>(sums - ptx::lane_id()) + 128 * ptx::lane_id());
+                    const int row = 16 * warp + (q_tile == 128 ? 64 * half : 0) + ptx::lane_id() / 4;
+                    store_rows(static_cast<char*>(p.dq) + (s.q_row + block * q_tile) * p.dq_row_bytes + s.head * p.dq_head_bytes, p.dq_row_bytes, row,
+                               min(s.q_len, p.o_rows - s.q_row) - block * q_tile, q_tile == 128 ? 0 : 64 * half, 8 * p.vectors_qk, dq, 8, p.scale);
+                }
+            }
+            if ((flags & raises) && adds_later) {
+                __syncwarp();
+                if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.dq_left[stage_of(counts >> 1)]);
+                counts += 2;
+            }
+        }
+        if (flags & last_of_tile) ++unit;
+        __syncwarp();
+        if (ptx::lane_id() == 0) ptx::mbarrier_arrive(segment_empty(shared, n));
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------- consumer
@@ -556,29 +710,33 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
     const int own_row = 64 * me + 16 * warp;           // the warp's 16 rows of k, v, ds^T; a thread has two of them
     const int column = 2 * (lane % 4);
 
-    float s[q_tile / 2], dp[q_tile / 2];               // s^T then p^T, dp^T: 64 keys x q_tile
+    float s[q_tile / 2];                               // s^T, p^T, then dp^T: 64 keys x q_tile
     float dk[head_dim / 2], dv[head_dim / 2];          // 64 keys x head_dim
-    float dq[dq_columns / 2];                          // 64 query rows x dq_columns
 
-    // ---- products. Descriptors are broadcast from lane 0, so that the compiler knows them to be uniform.
-    const auto operand = [](const uint8_t* tile, uint32_t chunk_bytes = 16) {
-        return ptx::matrix_descriptor(__shfl_sync(~0u, ptx::smem_address(tile), 0), chunk_bytes);
-    };
-    // to = 64 rows of a * q_tile rows of b
+    // ---- products
+    // to += 64 rows of a * q_tile rows of b
     const auto row_products = [&](float(&to)[q_tile / 2], const uint8_t* a_rows, const uint8_t* b_rows) {
         const uint64_t a = operand(a_rows), b = operand(b_rows);
         ptx::wgmma_fence();
 #pragma unroll
         for (int x = 0; x < head_dim / 16; ++x)
-            ptx::Wgmma<q_tile, T>::ss(to, ptx::advance(a, x / 4 * kv_chunk + x % 4 * 32), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), x != 0);
+            ptx::Wgmma<q_tile, T>::ss(to, ptx::advance(a, x / 4 * kv_chunk + x % 4 * 32), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), 1);
         ptx::wgmma_commit();
+    };
+    // The value of each column (a query row): of 16 rows, a thread's are neighbours (place_of).
+    const auto start_from = [&](float(&to)[q_tile / 2], const float* values) {
+#pragma unroll
+        for (int x = 0; x < q_tile / 16; ++x) {
+            const float4 f = ptx::load_shared(values + 16 * x + 2 * column);
+            to[8 * x] = to[8 * x + 2] = f.x, to[8 * x + 1] = to[8 * x + 3] = f.y;
+            to[8 * x + 4] = to[8 * x + 6] = f.z, to[8 * x + 5] = to[8 * x + 7] = f.w;
+        }
+        ptx::wgmma_hold(to);  // in registers of their own before the fence
     };
     const auto scores = [&](uint32_t unit, uint32_t step) {
         row_products(s, shared.k[stage_of(unit)] + me * 64 * 128, shared.q[stage_of(step)]);
     };
-    const auto score_gradients = [&](uint32_t unit, uint32_t step) {
-        row_products(dp, shared.v[v_stage(unit)] + me * 64 * 128, shared.d_o[stage_of(step)]);
-    };
+    const auto score_gradients = [&](uint32_t step) { row_products(s, shared.v + me * 64 * 128, shared.d_o[stage_of(step)]); };
     // to (+)= fragments (64 keys x q_tile) * rows (q_tile x head_dim)
     const auto accumulate = [&](float(&to)[head_dim / 2], const uint32_t(&fragments)[q_tile / 16][4], const uint8_t* rows, bool first) {
         const uint64_t b = operand(rows, q_chunk);
@@ -586,15 +744,6 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 #pragma unroll
         for (int x = 0; x < q_tile / 16; ++x)
             ptx::Wgmma<head_dim, T, 0, 1>::rs(to, fragments[x], ptx::advance(b, x * 2048), x != 0 || !first);
-        ptx::wgmma_commit();
-    };
-    // dq += ds k: at head_dim 128 each consumer has half the columns, at 64 half the rows.
-    const auto query_gradients = [&](uint32_t unit) {
-        const uint64_t a = operand(shared.ds[q_tile == 128 ? me : 0], ds_chunk);
-        const uint64_t b = operand(shared.k[stage_of(unit)] + (q_tile == 128 ? 0 : me * kv_chunk), kv_chunk);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int x = 0; x < keys / 16; ++x) ptx::Wgmma<dq_columns, T, 1, 1>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x * 2048), 1);
         ptx::wgmma_commit();
     };
 
@@ -616,140 +765,30 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         } while ((flags & no_steps) && !(flags & the_end));
         block = __shfl_sync(~0u, shared.held[4 * me + warp][held % 2].hi, 0) - 1;
     };
-    const auto wait_k_q = [&](uint32_t u, uint32_t n) {
+    const auto wait_k_q_lse = [&](uint32_t u, uint32_t n) {
         ptx::mbarrier_wait(&shared.k_full[stage_of(u)], phase_of(u));
         ptx::mbarrier_wait(&shared.q_full[stage_of(n)], phase_of(n));
+        ptx::mbarrier_wait(&shared.lse_full[stage_of(n)], phase_of(n));
     };
-    const auto wait_v_do = [&](uint32_t u, uint32_t n) {
-        ptx::mbarrier_wait(&shared.v_full[v_stage(u)], v_phase(u));
-        ptx::mbarrier_wait(&shared.do_full[stage_of(n)], phase_of(n));
-    };
-    // stmatrix: where this lane's row of two 8-column groups (the first of them even) stands. Opaque, lest the compiler keep all of
-    // these addresses over the loop and spill them.
-    const auto fragment_rows = [&](uint32_t base, int group) {
-        uint32_t row;
-        asm volatile("mov.u32 %0, %1;" : "=r"(row) : "r"((lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4)));
-        return base + (row ^ (group << 4));
-    };
-    // The thread's sums of a row block lie in `partial` as they lie in its registers; the warp's rows are 4 KB.
-    const auto partial_of = [&](int row_block) {
-        static_assert(dq_columns == 64);
-        return reinterpret_cast<float4*>(partial_block(p, row_block) + (4 * me + warp) * 4096) + lane;
-    };
-
-    // Rows `first`, `first` + 8 of a tensor in its own type, straight from the registers: groups of eight columns from number `group` of
-    // `from` on stand from `first_column` on.
-    // Neighbouring lanes swap halves, so that four of them write 32 bytes side by side.
-    const auto store_rows = [&](char* base, long long row_bytes, int first, int rows, int first_column, int columns, const auto& from, int group, int groups, float factor) {
-        const bool odd = lane & 1;
-        const int own_column = first_column + (odd ? 8 : 0) + (lane & 2) * 2;
-        char* to = base + first * row_bytes + own_column * 2;
-#pragma unroll
-        for (int x = 0; x < groups; x += 2) {
-            const float* values = from + 4 * (group + x);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t here = ptx::pack<T>(values[2 * half] * factor, values[2 * half + 1] * factor);
-                const uint32_t there = ptx::pack<T>(values[4 + 2 * half] * factor, values[5 + 2 * half] * factor);
-                const uint32_t other = __shfl_xor_sync(~0u, odd ? here : there, 1);
-                if (first + 8 * half < rows && own_column + 8 * x < columns)
-                    *reinterpret_cast<uint2*>(to + 8 * half * row_bytes + 16 * x) = odd ? uint2{other, there} : uint2{here, other};
-            }
-        }
-    };
-    // A share of dq leaves: to `partial`, or for good. `from`: groups of eight columns from number `group` of the consumer's on.
-    const auto leave_dq = [&](const Leaving& l, int group, const auto& from) {
-        constexpr int groups = int(sizeof(from) / sizeof(from[0])) / 4;
-        float4* sums = partial_of(l.block) + 32 * group;
-        if (l.flags & adds_later) {
-            if (l.flags & adds_earlier) {
-#pragma unroll
-                for (int x = 0; x < groups; ++x) ptx::add_l2(sums + 32 * x, float4{from[4 * x], from[4 * x + 1], from[4 * x + 2], from[4 * x + 3]});
-            } else {
-#pragma unroll
-                for (int x = 0; x < groups; ++x) ptx::store_l2(sums + 32 * x, float4{from[4 * x], from[4 * x + 1], from[4 * x + 2], from[4 * x + 3]});
-            }
-        } else {
-            if ((l.flags & adds_earlier) && lane < 4 * groups) ptx::discard_l2(reinterpret_cast<const char*>(sums - lane) + 128 * lane);
-            const int row = (q_tile == 128 ? own_row : 16 * warp) + lane / 4;
-            store_rows(static_cast<char*>(p.dq) + l.row * p.dq_row_bytes + l.head * p.dq_head_bytes, p.dq_row_bytes, row, l.rows,
-                       (q_tile == 128 ? 0 : 64 * me) + 8 * group, 8 * p.vectors_qk, from, 0, groups, p.scale);
-        }
-        __syncwarp();
-        if ((l.flags & is_awaited) && lane == 0) ptx::mbarrier_arrive(&shared.dq_left);
-    };
-    // The half of a step's dq that this CTA kept, and the same half of its neighbour's: together they leave.
-    const int half = rank();
-    uint32_t counts = 0;      // bit 0: parity of the exchanges; above: waits for other CTAs' sums
-    bool exchanged = false;  // dq of the step before has not left yet
-    const auto take_exchanged = [&](float(&sum)[16]) {
-        ptx::mbarrier_wait(&shared.received_full, (counts & 1) ^ 1);
-        const int at = (4 * me + warp) * 128 + ptx::lane_id();
-#pragma unroll
-        for (int x = 0; x < 4; ++x) {
-            const float4 a = shared.kept[at + 32 * x], b = shared.received[at + 32 * x];
-            sum[4 * x] = a.x + b.x, sum[4 * x + 1] = a.y + b.y, sum[4 * x + 2] = a.z + b.z, sum[4 * x + 3] = a.w + b.w;
-        }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.neighbour_ready, half ^ 1));
-    };
-    const auto finish_exchange = [&](int stage) {
-        if (!exchanged) return;
-        exchanged = false;
-        float sum[16];
-        take_exchanged(sum);
-        leave_dq(shared.leaving[4 * me + warp][stage], 4 * half, sum);
-    };
-
-    // A broadcast query: this CTA's sums start from zero.
-    if (!pairs && p.broadcast) {
-        for (int kv_head = blockIdx.x % p.heads_kv; kv_head < p.heads_kv; kv_head += gridDim.x)
-            for (int b = 0; b < p.group * p.blocks; ++b)
-                for (int x = 0; x < dq_columns / 8; ++x)
-                    partial_of((slice_of(p) * p.heads_kv + kv_head) * p.group * p.blocks + b)[32 * x] = float4{0.0f, 0.0f, 0.0f, 0.0f};
-    }
 
     bool first = true, keys_leave = false;
-    // Two loops: the inner one goes on as long as the next segment is known before a step ends. Where it is not, dq must leave first:
-    // who will say what comes next may wait for it.
+    // Two loops: the inner one goes on as long as the next segment is known before a step ends.
     for (;;) {
-        if (pairs) finish_exchange(stage_of(step - 1));
         fetch();
         if (flags & the_end) break;
-        wait_k_q(unit, step);
+        wait_k_q_lse(unit, step);
+        start_from(s, shared.lse[stage_of(step)]);
         scores(unit, step);
         ptx::wgmma_wait<0>();
         ptx::wgmma_hold(s);
-        wait_v_do(unit, step);
         for (bool more = true; more;) {
             const Work& g = shared.held[4 * me + warp][held % 2];
             const int stage = stage_of(step);
-            uint32_t p_fragments[q_tile / 16][4], ds_fragments[q_tile / 16][4];
+            uint32_t fragments[q_tile / 16][4];  // p^T, then ds^T, as left operands
 
-            // lse of this thread's columns. Read before the next product occupies shared memory: behind it a load takes 300 cycles.
-            ptx::mbarrier_wait(&shared.lse_full[stage], phase_of(step));
-            float4 lse[q_tile / 16];  // of two groups of eight columns: two columns of both
+            // p^T = exp2(s^T * scale) of what started from -lse; at most 1
 #pragma unroll
-            for (int x = 0; x < q_tile / 16; ++x) lse[x] = ptx::load_shared(&shared.lse[stage][16 * x + 2 * column]);
-
-            // What this step does with its share of dq, in one register: Segment::flags and the two below.
-            enum : int { earlier = 1 << 29, later = 1 << 30 };
-            const int now = flags | (p.broadcast || block < g.earlier_end ? earlier : 0) | (p.broadcast || block >= g.later_begin ? later : 0);
-            const bool exchanges_dq = pairs && (now & exchange);
-            Leaving& out = shared.leaving[4 * me + warp][stage];
-            if (lane == 0)
-                out = {(now & earlier ? adds_earlier : 0) | (now & later ? adds_later : 0) | (now & later && now & raises ? is_awaited : 0), g.block + block,
-                       g.q_row + block * q_tile, min(g.q_len, p.o_rows - g.q_row) - block * q_tile, g.head};
-
-            // dp^T = v do^T, behind it p^T = exp2(s^T * scale - lse), at most 1
-            score_gradients(unit, step);
-#pragma unroll
-            for (int x = 0; x < q_tile / 8; x += 2) {
-                const float4 l = lse[x / 2];
-                const auto probability = [&](float& value, float at) { value = ptx::exp2_approx(ptx::min_nan(fmaf(value, p.scale_log2, at), 0.0f)); };
-                probability(s[4 * x], l.x), probability(s[4 * x + 1], l.y), probability(s[4 * x + 2], l.x), probability(s[4 * x + 3], l.y);
-                probability(s[4 * x + 4], l.z), probability(s[4 * x + 5], l.w), probability(s[4 * x + 6], l.z), probability(s[4 * x + 7], l.w);
-            }
+            for (int x = 0; x < q_tile / 2; ++x) s[x] = ptx::exp2_approx(ptx::min_nan(s[x] * p.scale_log2, 0.0f));
             if (block < g.whole_lo || block >= g.whole_hi) {
                 const int q0 = block * q_tile, shift = diagonal_shift(p.mask, g.q_len, g.kv_len);
                 const auto mask_row = [&](int key, int half) {
@@ -769,120 +808,79 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x)
 #pragma unroll
-                for (int r = 0; r < 4; ++r) p_fragments[x][r] = ptx::pack<T>(s[8 * x + 2 * r], s[8 * x + 2 * r + 1]);
+                for (int r = 0; r < 4; ++r) fragments[x][r] = ptx::pack<T>(s[8 * x + 2 * r], s[8 * x + 2 * r + 1]);
 
-            // dv += p^T do, behind it ds^T = p^T (dp^T - delta)
-            accumulate(dv, p_fragments, shared.d_o[stage], first);
+            // dp^T = v do^T - delta, dv += p^T do, then ds^T = p^T (dp^T - delta)
             ptx::mbarrier_wait(&shared.delta_full[stage], phase_of(step));
-            ptx::wgmma_wait<1>();
-            ptx::wgmma_hold(dp);
-            if (pairs && lane == 0 && block == g.lo && (now & last_of_tile)) ptx::mbarrier_arrive(&shared.v_empty[v_stage(unit)]);
-#pragma unroll
-            for (int x = 0; x < q_tile / 8; x += 2) {
-                const float4 d = *reinterpret_cast<const float4*>(&shared.delta[stage][8 * x + 2 * column]);
-                // p as it entered dv, in 16 bits: holding it in fp32 until here would cost the registers that the overlap needs.
-                const auto gradient = [&](int r, float left, float right) {
-                    const float2 a = ptx::unpack<T>(p_fragments[x / 2][r]);
-                    ds_fragments[x / 2][r] = ptx::pack<T>(a.x * (dp[4 * x + 2 * r] - left), a.y * (dp[4 * x + 2 * r + 1] - right));
-                };
-                gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
-            }
-
-            // dk += ds^T q
-            accumulate(dk, ds_fragments, shared.q[stage], first);
-
-            // Behind it ds^T goes to shared memory, once the other consumer has read the last one and the stores that leave through it
-            // are done.
-            if (lane == 0) ptx::bulk_wait_read<0>();
-            ptx::mbarrier_wait(&shared.ds_empty, (step & 1) ^ 1);
+            start_from(s, shared.delta[stage]);
+            ptx::mbarrier_wait(&shared.v_full, unit & 1);
+            ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
+            score_gradients(step);
+            accumulate(dv, fragments, shared.d_o[stage], first);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_hold(s);
+            const bool segment_ends = block == g.lo, last = segment_ends && (flags & last_of_tile);
             __syncwarp();
-            if (keys_leave && lane == 0) {
-                ptx::mbarrier_arrive(&shared.k_empty[stage_of(unit) ^ 1]);
-                if (!pairs) ptx::mbarrier_arrive(&shared.v_empty[v_stage(unit + 1)]);
+            if (lane == 0) {
+                ptx::mbarrier_arrive(&shared.do_empty[stage]);
+                if (last) ptx::mbarrier_arrive(&shared.v_empty);
             }
-            keys_leave = false;
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x)
-                ptx::stmatrix_x4(fragment_rows(ptx::smem_address(shared.ds[x / 4]) + own_row * 128, x % 4 * 2), ds_fragments[x][0], ds_fragments[x][1],
-                                 ds_fragments[x][2], ds_fragments[x][3]);
-
-            ptx::fence_async_shared();
-
-            // The sum of the passes before comes in where this is the last one to add. dq of the step before may belong to it (few rows,
-            // many keys), and so may what is waited for.
-            const bool takes = (now & (earlier | later)) == earlier;
-            if (pairs && (takes || now & waits)) finish_exchange(stage ^ 1);
-            if (now & earlier && now & waits) {
-                const uint32_t chained = counts >> 1;
-                ptx::mbarrier_wait(&shared.chain_full[stage_of(chained)], phase_of(chained));
-                counts += 2;
-            }
-            if (takes) {
-                const float4* sums = partial_of(g.block + block);
 #pragma unroll
-                for (int x = 0; x < dq_columns / 8; ++x) {
-                    float4 f{0.0f, 0.0f, 0.0f, 0.0f};
-                    if (!exchanges_dq || x / 4 == half) f = ptx::load_l2(sums + 32 * x);
-                    dq[4 * x] = f.x, dq[4 * x + 1] = f.y, dq[4 * x + 2] = f.z, dq[4 * x + 3] = f.w;
+                for (int r = 0; r < 4; ++r) {
+                    // p as it entered dv, in 16 bits: holding it in fp32 until here would cost registers that are not there.
+                    const float2 a = ptx::unpack<T>(fragments[x][r]);
+                    fragments[x][r] = ptx::pack<T>(a.x * s[8 * x + 2 * r], a.y * s[8 * x + 2 * r + 1]);
                 }
-            } else {
-#pragma unroll
-                for (int x = 0; x < dq_columns / 2; ++x) dq[x] = 0.0f;
+
+            // dk += ds^T q; behind it ds^T goes to the warpgroup of dq
+            accumulate(dk, fragments, shared.q[stage], first);
+            ptx::mbarrier_wait(&shared.ds_empty[stage], phase_of(step) ^ 1);
+            if (keys_leave) {  // through k and the other stage of ds^T
+                if (lane == 0) {
+                    ptx::bulk_wait_read<0>();
+                    ptx::mbarrier_arrive(&shared.k_empty[stage_of(unit) ^ 1]);
+                }
+                keys_leave = false;
+                __syncwarp();
             }
-            // dq of the step before: here the products leave shared memory some time for loads, and there are registers.
-            if (pairs) finish_exchange(stage ^ 1);
-            ptx::wgmma_wait<1>();  // dv: its fragments leave their registers
+#pragma unroll
+            for (int x = 0; x < q_tile / 16; ++x)
+                ptx::stmatrix_x4(fragment_rows(ptx::smem_address(shared.ds[stage][x / 4]) + own_row * 128, x % 4 * 2), fragments[x][0], fragments[x][1],
+                                 fragments[x][2], fragments[x][3]);
+            ptx::fence_async_shared();
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(&shared.ds_full[stage]);
 
-            // One thread looks whether the next segment is there, so that all decide alike.
-            const bool segment_ends = block == g.lo, last = segment_ends && (flags & last_of_tile);
-            if (segment_ends && me == 0 && warp == 0 && lane == 0)
-                shared.segment_known[stage] = ptx::mbarrier_test_wait(segment_full(shared, segment), segment_phase(segment)) &&
-                                              !(shared.segment[segment % segments].flags & no_steps);
-            ptx::named_barrier_sync(1, 256);  // ds^T is complete
-            query_gradients(unit);
-
-            // The next step's scores run behind it; where there is none (yet) this one's once more, and nobody looks (a product behind a
-            // branch would make the assembler serialize all of them).
+            // The next step's scores; where there is none (yet) this one's once more, and nobody looks (a product behind a branch would
+            // make the assembler serialize all of them). One thread looks whether the next segment is there, so that all decide alike.
             --block;
             if (segment_ends) {
-                more = __shfl_sync(~0u, shared.segment_known[stage], 0);
-                if (more) fetch();
+                int* known = &shared.segment_known[me][held % 2];
+                if (warp == 0 && lane == 0)
+                    *known = ptx::mbarrier_test_wait(segment_full(shared, segment), segment_phase(segment)) &&
+                             !(shared.segment[segment % segments].flags & no_steps);
+                ptx::named_barrier_sync(1 + me, 128);
+                more = __shfl_sync(~0u, *known, 0);
             }
             const uint32_t next_unit = unit + last;
-            if (more) wait_k_q(next_unit, step + 1);
-            ptx::wgmma_wait<1>();  // dk
-            scores(more ? next_unit : unit, step + more);
-            ptx::wgmma_wait<1>();
-            ptx::wgmma_hold(dq);
-            if (!more) ptx::wgmma_wait<0>();  // the product that nobody looks at reads k and q
-            if (lane == 0) ptx::mbarrier_arrive(&shared.ds_empty);
-
-            // dq leaves: a half of it to the neighbour, or all of it to where it belongs
-            if (exchanges_dq) {
-                if (lane == 0) ptx::mbarrier_arrive_expect_tx(&shared.received_full, 2048);
-                ptx::mbarrier_wait(&shared.neighbour_ready, (counts & 1) ^ 1);
-                float4* kept = shared.kept + (4 * me + warp) * 128 + ptx::lane_id();
-                const uint32_t neighbour_received = ptx::map_to_rank(shared.received + (4 * me + warp) * 128 + ptx::lane_id(), half ^ 1);
-                const uint32_t neighbour_full = ptx::map_to_rank(&shared.received_full, half ^ 1);
-#pragma unroll
-                for (int x = 0; x < 4; ++x) {
-                    const float4 low{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]};
-                    const float4 high{dq[4 * x + 16], dq[4 * x + 17], dq[4 * x + 18], dq[4 * x + 19]};
-                    kept[32 * x] = half ? high : low;
-                    ptx::store_async(neighbour_received + 512 * x, half ? low : high, neighbour_full);
-                }
-                counts ^= 1;
-                exchanged = true;
-                __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
-            } else {
-                leave_dq(out, 0, dq);
+            if (segment_ends && more) fetch();
+            if (more) wait_k_q_lse(next_unit, step + 1);
+            ptx::wgmma_wait<0>();  // dk
+            __syncwarp();
+            if (more) {
+                start_from(s, shared.lse[stage_of(step + 1)]);
                 if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
             }
-            if (more) wait_v_do(next_unit, step + 1);
+            scores(more ? next_unit : unit, step + more);
+            if (!more) {
+                ptx::wgmma_wait<0>();  // the product that nobody looks at reads k and q
+                if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
+            }
 
-            // dk and dv leave through rows of shared memory that this warp owned: those of k, v and, of a pair, whose v is being replaced, ds^T;
-            // what finds no room there goes straight from the registers.
+            // dk and dv leave through rows of shared memory that nobody reads any more: dk through k's, the first 64 columns of dv through the other
+            // stage of ds^T; its other columns straight from the registers.
             if (last) {
                 const int rows = min(16, g.kv_len - g.key0 - own_row), row = g.kv_row + g.key0 + own_row;
                 const auto leave = [&](const CUtensorMap* map, uint8_t* chunk0, int chunk_bytes, int count, const float(&from)[head_dim / 2], float factor) {
@@ -897,17 +895,16 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                     __syncwarp();
                     if (lane == 0 && rows > 0) {
 #pragma unroll
-                        for (int x = 0; x < count; ++x)
-                            ptx::tma_store_rows(map, chunk0 + x * chunk_bytes + own_row * 128, 64 * x, row, rows, g.kv_head);
+                        for (int x = 0; x < count; ++x) ptx::tma_store_rows(map, chunk0 + x * chunk_bytes + own_row * 128, 64 * x, row, rows, g.kv_head);
                         ptx::bulk_commit();
                     }
                 };
-                if (!pairs) leave(map_dv, shared.v[v_stage(unit)], kv_chunk, chunks, dv, 1.0f);
-                if (pairs && chunks > 1)
-                    store_rows(static_cast<char*>(p.dv) + (g.kv_row + g.key0) * p.dv_row_bytes + g.kv_head * p.dv_head_bytes, p.dv_row_bytes,
-                               own_row + lane / 4, min(g.kv_len, p.kv_rows - g.kv_row) - g.key0, 64, 8 * p.vectors_v, dv, 8, 8 * (chunks - 1), 1.0f);
-                ptx::mbarrier_wait(&shared.ds_empty, step & 1);  // both consumers have read k and ds^T
-                if (pairs) leave(map_dv, shared.ds[0], ds_chunk, 1, dv, 1.0f);
+                if (chunks > 1)
+                    store_rows(static_cast<char*>(p.dv) + (g.kv_row + g.key0) * p.dv_row_bytes + g.kv_head * p.dv_head_bytes, p.dv_row_bytes, own_row + lane / 4,
+                               min(g.kv_len, p.kv_rows - g.kv_row) - g.key0, 64, 8 * p.vectors_v, dv + 32, 8 * (chunks - 1), 1.0f);
+                ptx::mbarrier_wait(&shared.ds_empty[stage ^ 1], phase_of(step + 1) ^ 1);  // dq of the step before has been multiplied
+                leave(map_dv, shared.ds[stage ^ 1][0], ds_chunk, 1, dv, 1.0f);
+                ptx::mbarrier_wait(&shared.ds_empty[stage], phase_of(step));              // and this one
                 leave(map_dk, shared.k[stage_of(unit)], kv_chunk, chunks, dk, p.scale);
                 keys_leave = true;
             }
@@ -928,7 +925,7 @@ extern "C" __constant__ unsigned jfa_dynamic_shared = sizeof(SharedMemory);
 extern "C" __constant__ unsigned jfa_unit_rows = cluster * keys;  // keys of a unit that is not a whole sequence
 extern "C" __constant__ unsigned jfa_q_tile = q_tile;
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(threads, 1)
 JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
           const __grid_constant__ CUtensorMap map_o, const __grid_constant__ CUtensorMap map_do, const __grid_constant__ CUtensorMap map_dq,
           const __grid_constant__ CUtensorMap map_dk, const __grid_constant__ CUtensorMap map_dv,
@@ -941,7 +938,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
     if (threadIdx.x == 0) {
         for (int i = 0; i < segments; ++i) {
             ptx::mbarrier_init(&shared.segment_full[i], 1);
-            ptx::mbarrier_init(&shared.segment_empty[i], 8 + 3);
+            ptx::mbarrier_init(&shared.segment_empty[i], 8 + 4 + 3);
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(&shared.k_full[i], 1);
@@ -949,22 +946,24 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
             ptx::mbarrier_init(&shared.q_full[i], 1);
             ptx::mbarrier_init(&shared.do_full[i], 1);
             ptx::mbarrier_init(&shared.q_empty[i], 8);
+            ptx::mbarrier_init(&shared.do_empty[i], 8);
             ptx::mbarrier_init(&shared.delta_full[i], 2);
             ptx::mbarrier_init(&shared.lse_full[i], 1);
-            ptx::mbarrier_init(&shared.chain_full[i], 1);
+            ptx::mbarrier_init(&shared.dq_left[i], 4);
         }
-        for (int i = 0; i < v_stages; ++i) {
-            ptx::mbarrier_init(&shared.v_full[i], 1);
-            ptx::mbarrier_init(&shared.v_empty[i], 8);
+        for (int i = 0; i < chain_stages; ++i) ptx::mbarrier_init(&shared.chain_full[i], 1);
+        for (int i = 0; i < ds_stages; ++i) {
+            ptx::mbarrier_init(&shared.ds_full[i], 8);
+            ptx::mbarrier_init(&shared.ds_empty[i], 4);
         }
-        ptx::mbarrier_init(&shared.dq_left, 8);
+        ptx::mbarrier_init(&shared.v_full, 1);
+        ptx::mbarrier_init(&shared.v_empty, 8);
         ptx::mbarrier_init(&shared.claim_full, 1);
         ptx::mbarrier_init(&shared.claim_empty, cluster);
-        ptx::mbarrier_init(&shared.received_full, 8);
-        ptx::mbarrier_init(&shared.neighbour_ready, 8);
+        ptx::mbarrier_init(&shared.received_full, 4);
+        ptx::mbarrier_init(&shared.neighbour_ready, 4);
         ptx::mbarrier_init(&shared.o_full, 1);
         ptx::mbarrier_init(&shared.o_empty, 2);
-        ptx::mbarrier_init(&shared.ds_empty, 8);
         ptx::mbarrier_init_fence();
         ptx::tma_prefetch_map(&map_q);
         ptx::tma_prefetch_map(&map_k);
@@ -981,7 +980,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
     }
 
     if (warpgroup == 0) {
-        ptx::registers_release<56>();
+        ptx::registers_release<producer_registers>();
         if (warp == 0) {
             if (ptx::elect_one()) produce(shared, p, &map_q, &map_k, &map_v, &map_o, &map_do);
         } else if (warp == 3) {
@@ -989,9 +988,12 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         } else {
             delta_warp(shared, p, warp - 1);
         }
+    } else if (warpgroup == 1) {
+        ptx::registers_release<dq_registers>();
+        sum_query_gradients(shared, p);
     } else {
-        ptx::registers_acquire<224>();
-        consume(shared, p, &map_dk, &map_dv, warpgroup - 1);
+        ptx::registers_acquire<consumer_registers>();
+        consume(shared, p, &map_dk, &map_dv, warpgroup - 2);
     }
     if (pairs) {
         __syncwarp();

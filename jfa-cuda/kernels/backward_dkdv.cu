@@ -180,107 +180,124 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
         for (int x = 0; x < head_dim / 2; ++x) dk[x] = dv[x] = 0.0f;
     };
 
-    uint32_t tile = 0;
-    bool first = true;
+    uint32_t tile = 0, n = 0;
     clear();
-    for (uint32_t n = 0;; ++n) {
-        const int stage = n % stages, kv_stage = tile % kv_stages;
-        const uint32_t phase = (n / stages) & 1;
-        const Step& step = shared.step[stage];
-        ptx::mbarrier_wait(&shared.q_full[stage], phase);
-        const int flags = __shfl_sync(~0u, step.flags, 0);
-        if (flags & the_end) break;
-
-        if (flags & store_gradients) {
-            if (!first) {
-                if (lane == 0) ptx::mbarrier_arrive(&shared.kv_empty[kv_stage]);
-                ++tile;
-            }
-            const int row = step.row, rows = min(step.rows, p.kv_rows - row), head = step.head;
-            ptx::mbarrier_wait(&shared.do_full[stage], phase);
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
-            first = true;
-            const auto store = [&](void* base, long long row_bytes, long long head_bytes, const float(&from)[head_dim / 2], float factor, int vectors) {
-                char* to[2];
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int at = own_row + 8 * r;
-                    to[r] = at < rows ? static_cast<char*>(base) + (static_cast<long long>(row) + at) * row_bytes + head * head_bytes : nullptr;
-                }
-                store_rows<T>(to, from, factor, vectors);
-            };
-            if (has_dv) store(p.dv, p.dv_row_bytes, p.dv_head_bytes, dv, 1.0f, p.vectors_v);
-            if (has_dk) store(p.dk, p.dk_row_bytes, p.dk_head_bytes, dk, p.scale, p.vectors_qk);
-            clear();
-            continue;
-        }
-
-        // s^T = k q^T, dp^T = v do^T
-        if (first) {
-            ptx::mbarrier_wait(&shared.k_full[kv_stage], (tile / kv_stages) & 1);
-            if (has_dk) ptx::mbarrier_wait(&shared.v_full[kv_stage], (tile / kv_stages) & 1);
-        }
-        row_products(s, shared.k[kv_stage] + own_rows, shared.q[stage]);
-        ptx::mbarrier_wait(&shared.do_full[stage], phase);
-        if (has_dk) row_products(dp, shared.v[kv_stage] + own_rows, shared.d_o[stage]);
-
-        // p^T = exp2(s^T * scale - lse), at most 1; 0 where masked
-        ptx::wgmma_wait<has_dk ? 1 : 0>();
-        ptx::wgmma_hold(s);
-        uint32_t p_fragments[block_rows / 16][4], ds_fragments[block_rows / 16][4];
-#pragma unroll
-        for (int x = 0; x < block_rows / 8; x += 2) {
-            // Two groups of eight rows: lse of this thread's rows x, x + 1 of both.
-            const float4 l = *reinterpret_cast<const float4*>(&shared.statistics[stage][8 * x + 2 * column]);
-            const auto probability = [&](float& value, float at) { value = ptx::exp2_approx(ptx::min_nan(fmaf(value, p.scale_log2, at), 0.0f)); };
-            probability(s[4 * x], l.x), probability(s[4 * x + 1], l.y), probability(s[4 * x + 2], l.x), probability(s[4 * x + 3], l.y);
-            probability(s[4 * x + 4], l.z), probability(s[4 * x + 5], l.w), probability(s[4 * x + 6], l.z), probability(s[4 * x + 7], l.w);
-        }
-        if (flags & masked) {
-            const int row0 = step.row, key0 = step.key + own_row, shift = step.shift, inside = (block_rows >> p.packed_log2) - 1;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int from = first_row(p.mask, key0 + 8 * r, shift) - row0, to = end_row(p.mask, key0 + 8 * r, shift, 0x7FFFFFFF) - row0;
-#pragma unroll
-                for (int x = 0; x < block_rows / 8; ++x)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int row = (8 * x + column + e) & inside;
-                        float& value = s[4 * x + 2 * r + e];
-                        value = row >= from && row < to ? value : 0.0f;
-                    }
-            }
-        }
-
-        // dv += p^T do
-        if (has_dv) {
-#pragma unroll
-            for (int x = 0; x < block_rows / 4; ++x) p_fragments[x / 4][x % 4] = ptx::pack<T>(s[2 * x], s[2 * x + 1]);
-            accumulate(dv, p_fragments, shared.d_o[stage]);
-        }
-
-        // ds^T = p^T (dp^T - delta), dk += ds^T q
-        if (has_dk) {
-            ptx::wgmma_wait<has_dv ? 1 : 0>();
-            ptx::wgmma_hold(dp);
-#pragma unroll
-            for (int x = 0; x < block_rows / 8; x += 2) {
-                const float4 d = *reinterpret_cast<const float4*>(&shared.statistics[stage][block_rows + 8 * x + 2 * column]);
-                const auto gradient = [&](int r, float left, float right) {
-                    const float2 at = rounded_p ? ptx::unpack<T>(p_fragments[x / 2][r]) : float2{s[4 * x + 2 * r], s[4 * x + 2 * r + 1]};
-                    ds_fragments[x / 2][r] = ptx::pack<T>(at.x * (dp[4 * x + 2 * r] - left), at.y * (dp[4 * x + 2 * r + 1] - right));
-                };
-                gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
-            }
-            accumulate(dk, ds_fragments, shared.q[stage]);
-        }
-        ptx::wgmma_wait<0>();
-        if (has_dv) ptx::wgmma_hold(dv);
-        if (has_dk) ptx::wgmma_hold(dk);
+    const auto wait_step = [&] {
+        ptx::mbarrier_wait(&shared.q_full[n % stages], (n / stages) & 1);
+        return __shfl_sync(~0u, shared.step[n % stages].flags, 0);
+    };
+    const auto wait_d_o = [&] { ptx::mbarrier_wait(&shared.do_full[n % stages], (n / stages) & 1); };
+    const auto leave_stage = [&](int stage) {
         __syncwarp();  // every lane has read the step and its statistics
         if (lane == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
-        first = false;
+    };
+    for (;;) {
+        int flags = wait_step();
+        if (flags & the_end) break;
+        if (!(flags & store_gradients)) {
+            const int kv_stage = tile % kv_stages;
+            ptx::mbarrier_wait(&shared.k_full[kv_stage], (tile / kv_stages) & 1);
+            if (has_dk) ptx::mbarrier_wait(&shared.v_full[kv_stage], (tile / kv_stages) & 1);
+            row_products(s, shared.k[kv_stage] + own_rows, shared.q[n % stages]);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_hold(s);
+            for (bool more = true; more;) {
+                const int stage = n % stages;
+                const Step& step = shared.step[stage];
+                // dp^T = v do^T
+                wait_d_o();
+                if (has_dk) row_products(dp, shared.v[kv_stage] + own_rows, shared.d_o[stage]);
+
+                // p^T = exp2(s^T * scale - lse), at most 1; 0 where masked
+                uint32_t p_fragments[block_rows / 16][4], ds_fragments[block_rows / 16][4];
+#pragma unroll
+                for (int x = 0; x < block_rows / 8; x += 2) {
+                    // Two groups of eight rows: lse of this thread's rows x, x + 1 of both.
+                    const float4 l = *reinterpret_cast<const float4*>(&shared.statistics[stage][8 * x + 2 * column]);
+                    const auto probability = [&](float& value, float at) { value = ptx::exp2_approx(ptx::min_nan(fmaf(value, p.scale_log2, at), 0.0f)); };
+                    probability(s[4 * x], l.x), probability(s[4 * x + 1], l.y), probability(s[4 * x + 2], l.x), probability(s[4 * x + 3], l.y);
+                    probability(s[4 * x + 4], l.z), probability(s[4 * x + 5], l.w), probability(s[4 * x + 6], l.z), probability(s[4 * x + 7], l.w);
+                }
+                if (flags & masked) {
+                    const int row0 = step.row, key0 = step.key + own_row, shift = step.shift, inside = (block_rows >> p.packed_log2) - 1;
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const int from = first_row(p.mask, key0 + 8 * r, shift) - row0, to = end_row(p.mask, key0 + 8 * r, shift, 0x7FFFFFFF) - row0;
+#pragma unroll
+                        for (int x = 0; x < block_rows / 8; ++x)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) {
+                                const int row = (8 * x + column + e) & inside;
+                                float& value = s[4 * x + 2 * r + e];
+                                value = row >= from && row < to ? value : 0.0f;
+                            }
+                    }
+                }
+
+                // dv += p^T do
+                if (has_dv) {
+#pragma unroll
+                    for (int x = 0; x < block_rows / 4; ++x) p_fragments[x / 4][x % 4] = ptx::pack<T>(s[2 * x], s[2 * x + 1]);
+                    accumulate(dv, p_fragments, shared.d_o[stage]);
+                }
+
+                // ds^T = p^T (dp^T - delta), dk += ds^T q
+                if (has_dk) {
+                    ptx::wgmma_wait<has_dv ? 1 : 0>();
+                    ptx::wgmma_hold(dp);
+#pragma unroll
+                    for (int x = 0; x < block_rows / 8; x += 2) {
+                        const float4 d = *reinterpret_cast<const float4*>(&shared.statistics[stage][block_rows + 8 * x + 2 * column]);
+                        const auto gradient = [&](int r, float left, float right) {
+                            const float2 at = rounded_p ? ptx::unpack<T>(p_fragments[x / 2][r]) : float2{s[4 * x + 2 * r], s[4 * x + 2 * r + 1]};
+                            ds_fragments[x / 2][r] = ptx::pack<T>(at.x * (dp[4 * x + 2 * r] - left), at.y * (dp[4 * x + 2 * r + 1] - right));
+                        };
+                        gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
+                    }
+                    accumulate(dk, ds_fragments, shared.q[stage]);
+                }
+
+                // Behind them the next step's scores; after the tile's last step this one's once more, and nobody looks (a product behind a
+                // branch would make the assembler serialize all of them).
+                ++n;
+                flags = wait_step();
+                more = !(flags & store_gradients);
+                if (has_dk && has_dv) {
+                    ptx::wgmma_wait<1>();  // dv: its fragments leave their registers
+                    ptx::wgmma_hold(dv);
+                }
+                row_products(s, shared.k[kv_stage] + own_rows, shared.q[more ? n % stages : stage]);
+                ptx::wgmma_wait<1>();
+                if (has_dv) ptx::wgmma_hold(dv);
+                if (has_dk) ptx::wgmma_hold(dk);
+                if (more) leave_stage(stage);
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_hold(s);
+                if (!more) leave_stage(stage);
+            }
+            if (lane == 0) ptx::mbarrier_arrive(&shared.kv_empty[kv_stage]);
+            ++tile;
+        }
+
+        // The tile's gradients leave; zeros where no row sees it.
+        const int stage = n % stages;
+        const Step& step = shared.step[stage];
+        const int row = step.row, rows = min(step.rows, p.kv_rows - row), head = step.head;
+        wait_d_o();
+        leave_stage(stage);
+        ++n;
+        const auto store = [&](void* base, long long row_bytes, long long head_bytes, const float(&from)[head_dim / 2], float factor, int vectors) {
+            char* to[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int at = own_row + 8 * r;
+                to[r] = at < rows ? static_cast<char*>(base) + (static_cast<long long>(row) + at) * row_bytes + head * head_bytes : nullptr;
+            }
+            store_rows<T>(to, from, factor, vectors);
+        };
+        if (has_dv) store(p.dv, p.dv_row_bytes, p.dv_head_bytes, dv, 1.0f, p.vectors_v);
+        if (has_dk) store(p.dk, p.dk_row_bytes, p.dk_head_bytes, dk, p.scale, p.vectors_qk);
+        clear();
     }
 }
 

@@ -243,19 +243,19 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
             }
 
             ptx::mbarrier_wait(&shared.q_full[stage], phase);
+            wait_tile(place + 1);
+            row_products(s, shared.q[stage][me], shared.kv[(place + 1) % slots]);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_hold(s);
 #pragma unroll 1
             for (int j = 0; j < tiles; ++j, place += 2) {
                 const uint32_t value_place = place, key_place = place + 1;
                 const uint8_t* v_tile = shared.kv[value_place % slots];
                 const uint8_t* k_tile = shared.kv[key_place % slots];
-                wait_tile(key_place);
-                row_products(s, shared.q[stage][me], k_tile);
                 wait_tile(value_place);
                 row_products(dp, shared.d_o[stage][me], v_tile);
 
                 // p = exp2(s * scale - lse), at most 1; 0 where masked
-                ptx::wgmma_wait<1>();
-                ptx::wgmma_hold(s);
 #pragma unroll
                 for (int x = 0; x < keys / 2; ++x)
                     s[x] = ptx::exp2_approx(ptx::min_nan(fmaf(s[x], p.scale_log2, lse[x / 2 % 2]), 0.0f));
@@ -278,7 +278,6 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_hold(dp);
                 leave_tile(value_place);
-                if (j == tiles - 1) leave_stage();
                 uint32_t ds[keys / 16][4];
 #pragma unroll
                 for (int x = 0; x < keys / 4; ++x) {
@@ -292,9 +291,17 @@ __device__ void consume(SharedMemory& shared, const JfaSplitParams& p, int me) {
 #pragma unroll
                 for (int x = 0; x < keys / 16; ++x) ptx::Wgmma<head_dim, T, 0, 1>::rs(dq, ds[x], ptx::advance(b, x * 2048), 1);
                 ptx::wgmma_commit();
-                ptx::wgmma_wait<0>();
+                // Behind it the next tile's scores; after the last tile this one's once more, and nobody looks (a product behind a branch
+                // would make the assembler serialize all of them).
+                const bool more = j + 1 < tiles;
+                if (more) wait_tile(key_place + 2);
+                row_products(s, shared.q[stage][me], shared.kv[(more ? key_place + 2 : key_place) % slots]);
+                ptx::wgmma_wait<1>();
                 ptx::wgmma_hold(dq);
-                leave_tile(key_place);
+                if (more) leave_tile(key_place);
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_hold(s);
+                if (!more) leave_tile(key_place), leave_stage();
             }
         }
 

@@ -148,7 +148,7 @@ typedef struct JfaBackwardParams {
     int64_t dk_row_bytes, dk_head_bytes;
     int64_t dv_row_bytes, dv_head_bytes;
     float scale;
-    float scale_log2;            /* scale * log2(e) */
+    float scale_log2;            /* scale * log2(e), but at least 2^-60 of either sign: lse is divided by it */
     int32_t heads_kv;
     int32_t group;               /* query heads per key/value head */
     int32_t blocks;              /* row blocks per query head (per slice and head with a broadcast query) */

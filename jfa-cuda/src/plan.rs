@@ -162,6 +162,14 @@ fn split_is_faster(problem: &Problem) -> bool {
     matches!(problem.query, Query::Jagged) && mean >= if masked { 1000 } else { 1200 }
 }
 
+/// `scale * log2(e)` as `jfa_backward_*` wants it: its scores start from `-lse / scale`, so a scale of 0 is the smallest that leaves
+/// every `lse` finite (params.h). Scores times 2^-60 are as good as 0; dq and dk are multiplied by the scale itself.
+fn backward_scale_log2(scale: f32) -> f32 {
+    let exact = scale * std::f32::consts::LOG2_E;
+    if exact.abs() < SMALLEST_SCALE_LOG2 { SMALLEST_SCALE_LOG2.copysign(exact) } else { exact }
+}
+const SMALLEST_SCALE_LOG2: f32 = 1.0 / (1u64 << 60) as f32;
+
 /// Log2 of the query heads that share the rows of a block. Packing fills tiles of short sequences and loads keys and
 /// values once for the group; the kernels can when the whole group fits and is a power of two.
 fn packing(problem: &Problem) -> u32 {
@@ -563,7 +571,7 @@ impl BackendPlan for CudaPlan {
             dv_row_bytes: args.dv.row_stride * size,
             dv_head_bytes: args.dv.head_stride * size,
             scale,
-            scale_log2: scale * std::f32::consts::LOG2_E,
+            scale_log2: backward_scale_log2(scale),
             heads_kv: self.i32_of("heads_kv", self.problem.heads_kv, i64::from(i32::MAX))?,
             group: self.i32_of("heads_q", self.problem.group(), i64::from(i32::MAX))?,
             blocks: workspace.blocks,

@@ -44,6 +44,9 @@ class Backward:
         # Pairs of CTAs share a sequence, but for a broadcast query.
         self.cluster = 1 if p.broadcast else 2
         self.kernel = kernel(directory, f"backward_{'broadcast_' if p.broadcast else ''}{tile}_{kind}")
+        threads = C.c_int()
+        D.ok(D.cuda.cuFuncGetAttribute(C.byref(threads), 0, self.kernel.function), "threads")
+        self.threads = threads.value
         self.reduce = kernel(directory, f"backward_reduce_{tile}_{kind}") if p.broadcast else None
         self.schedule_kernel = kernel(directory, "schedule")
         self.s = D.schedule_params(p, 128, 128)
@@ -69,7 +72,7 @@ class Backward:
         strides = [2 * s for t in (self.dq, self.dk, self.dv) for s in t.stride()[:2]]
         self.params = BackwardParams(
             self.s.header, self.s.sequences, self.list.data_ptr(), lse.data_ptr(), self.control.data_ptr(), self.partial.data_ptr(),
-            self.dq.data_ptr(), self.dk.data_ptr(), self.dv.data_ptr(), lse.stride(0), *strides, p.scale, p.scale * 1.4426950408889634,
+            self.dq.data_ptr(), self.dk.data_ptr(), self.dv.data_ptr(), lse.stride(0), *strides, p.scale, math.copysign(max(abs(p.scale) * 1.4426950408889634, 2.0 ** -60), p.scale),
             p.heads_kv, p.heads // p.heads_kv, self.blocks, p.broadcast or 0, p.dim // 8, p.dim_v // 8, p.mask, p.rows_o, p.k.shape[0], self.ctas)
 
     def schedule(self):
@@ -77,7 +80,7 @@ class Backward:
 
     def run(self):
         self.control.zero_()
-        self.kernel.launch(self.ctas, 384, [*self.maps, self.params], cluster=self.cluster)
+        self.kernel.launch(self.ctas, self.threads, [*self.maps, self.params], cluster=self.cluster)
         if self.reduce:
             self.reduce.launch(self.p.heads * self.blocks * 8, 256, [self.params])
 

@@ -243,6 +243,18 @@ fn masks_scales_and_index_types() {
         let plan = plan_on(&gpu, &problem, false).unwrap();
         let launches =
             run(&gpu, &plan, &Layout::jagged(10, offsets(0x100), offsets(0x200)), &forward_args(&problem, 1000));
+        let backward = run_backward(
+            &gpu,
+            &plan,
+            &Layout::jagged(10, offsets(0x100), offsets(0x200)),
+            &backward_args(&problem, 1000),
+        )
+        .unwrap();
+        let p: BackwardParams = params(&backward[0]);
+        // lse is divided by it: never 0.
+        let least = 2f32.powi(-60).copysign(scale);
+        let expected = if scale == 0.0 { least } else { scale * std::f32::consts::LOG2_E };
+        assert_eq!((p.scale, p.scale_log2.to_bits()), (scale, expected.to_bits()));
         let f: ForwardParams = params(&launches[1]);
         assert_eq!(
             (f.scale_log2.to_bits(), f.prescale.to_bits(), f.has_prescale),
@@ -487,7 +499,7 @@ fn backward_launches_workspace_and_schedule() {
         assert_eq!(launches.len(), 1);
         let l = &launches[0];
         assert_eq!(l.name(), format!("backward_{dim}_bf16"));
-        assert_eq!((l.shape.grid, l.shape.threads, l.shape.cluster), ([132, 1, 1], 384, Some([2, 1, 1])));
+        assert_eq!((l.shape.grid, l.shape.threads, l.shape.cluster), ([132, 1, 1], 512, Some([2, 1, 1])));
         let names: Vec<_> = (0..8).map(|i| gpu.map(l, i).tensor).collect();
         assert_eq!(names, ["q", "k", "v", "o", "d_o", "dq", "dk", "dv"]);
         let addresses: Vec<_> = (0..8).map(|i| gpu.map(l, i).address >> 24).collect();
@@ -498,6 +510,7 @@ fn backward_launches_workspace_and_schedule() {
         let blocks = 9000 / q_tile + 100;
         assert_eq!((i64::from(p.blocks), p.broadcast, p.heads_kv, p.group, p.ctas), (blocks, 0, 2, 2, 132));
         assert_eq!((p.control, p.units), (0x6000_0000, s.backward_list));
+        assert!((f64::from(p.scale_log2) - std::f64::consts::LOG2_E / (dim as f64).sqrt()).abs() < 1e-7);
         let control = usize::try_from(128 + 8 * 4 * blocks).unwrap();
         assert_eq!(gpu.take_fills(), [(0x6000_0000, 0, control)], "flags start at zero");
         assert_eq!(p.partial, 0x6000_0000 + control.next_multiple_of(256) as u64);
