@@ -1,15 +1,17 @@
 // Jagged attention forward, Hopper (sm_90a): o = softmax(scale * q k^T + mask) v and lse, one launch, persistent.
 //
 //   tile        a unit is 128 query rows of one sequence and head (two blocks of 64), walked over tiles of 128 keys (64 above
-//               head_dim 128); a last tile of at most half the keys runs at half width
-//   roles       warp 0: keys and values; warp 1: items and queries (warps 2 and 3 idle); two consumer warpgroups, one block of 64
-//               rows each
-//   buffers     q: 2 stages per consumer (1 above 128); k and v: one ring of `slots` tiles in the order K0 K1 V0 K2 V1 ... V(n-1);
-//               o: 16-row staging per consumer warp
+//               head_dim 128); a last tile of at most half the keys runs at half width. With three consumers
+//               (head_dim 96 and 128): 192 rows over tiles of 64 keys, cut anew out of the schedule's units of 128
+//   roles       warp 0: keys and values; warp 1: items and queries (warps 2 and 3 idle); two or three consumer warpgroups, one block
+//               of 64 rows each. Long loops are bound by what a warp can issue: a third one per scheduler pays
+//   buffers     q: 2 stages per consumer (1 above 128 and of three); k and v: one ring of `slots` tiles in the order K0 K1 V0 K2 V1
+//               ... V(n-1); o: 16-row staging per consumer warp
+//   softmax     in place of the scores, beside the product with the tile before, which is still in flight
 //   barriers    q_full/q_empty per consumer and stage, kv_full/kv_empty per slot; the ring runs on across units, so the next
-//               unit's loads and its first product overlap this unit's epilogue; no barrier joins the two consumers
-//   odd blocks  a unit with one block gives it to the consumers in turn; the other one walks along the ring and is ahead
-//   registers   consumers 224, producers 56 (their sum over the CTA is what the launch allocates: 384 x 168)
+//               unit's loads and (of two consumers) its first product overlap this unit's epilogue; no barrier joins the consumers
+//   odd blocks  blocks go to the consumers in turn; one that gets none of a unit walks along the ring and is ahead
+//   registers   producers 56, consumers 224, of three 152 (their sum over the CTA is what the launch allocates: 384 x 168, 512 x 128)
 //   rate        docs/performance.md
 #include "params.h"
 #include "ptx/barrier.cuh"
@@ -39,13 +41,16 @@ using T = JFA_TYPE;
 constexpr int head_dim = JFA_HEAD_DIM;                     // columns of the products; wider than the tensors' by zero fill
 constexpr int chunks = (head_dim + 63) / 64;               // 64-column chunks of 128-byte rows in shared memory
 constexpr int block_rows = 64;                             // query rows of a consumer
-constexpr int kv_tile = head_dim <= 128 ? 128 : 64;        // keys of a tile
-constexpr bool has_half = kv_tile == 128;                  // loads come in boxes of 64 rows
-constexpr int q_stages = head_dim <= 128 ? 2 : 1;
-constexpr int slots = head_dim <= 64 ? 8 : 4;
-constexpr int consumers = 2;
 constexpr bool subtract = JFA_SUBTRACT;                    // variant g1: see `surplus` below
-constexpr bool early = head_dim <= 128;                    // next product before this epilogue: two blocks' state in registers
+constexpr bool three = head_dim > 64 && head_dim <= 128 && !subtract;  // consumers; other widths lack the registers or the gain
+constexpr int kv_tile = head_dim <= 128 && !three ? 128 : 64; // keys of a tile
+constexpr bool has_half = kv_tile == 128;                  // loads come in boxes of 64 rows
+constexpr int q_stages = head_dim <= 128 && !three ? 2 : 1;
+constexpr int slots = head_dim <= 64 || three ? 8 : 4;
+constexpr int consumers = three ? 3 : 2;
+constexpr int list_blocks = 2;                             // blocks in a unit of the schedule's list
+constexpr bool early = q_stages == 2;                      // next product before this epilogue: two blocks' state in registers
+constexpr bool in_place = !subtract;                       // probabilities take the place of scores
 constexpr int o_chunks = chunks < 2 ? chunks : 2;          // staged at a time
 
 constexpr int q_chunk_bytes = block_rows * 128;
@@ -106,7 +111,8 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
     const auto unit_of = [&](int item) { return item < 0 ? JfaUnit{0, 0} : p.units[item / p.heads]; };
     const auto sequence_of = [&](int item, const JfaUnit& unit) { return item < 0 ? JfaSequence{} : p.sequences[unit.sequence]; };
 
-    uint32_t use = 0, lone = 0;
+    uint32_t use = 0;
+    int turn = 0;  // consumer of the next block
     // Two rounds ahead for units, one for sequences: their latency hides behind the wait for a stage. The first item is dealt.
     int item = static_cast<int>(blockIdx.x) < items ? static_cast<int>(blockIdx.x) : -1;
     JfaUnit unit = unit_of(item);
@@ -114,14 +120,29 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
     int next_item = draw();
     JfaUnit next_unit = unit_of(next_item);
     JfaSequence s = sequence_of(item, unit);
-    for (; item >= 0; ++use) {
-        // Key range of the unit.
+    while (item >= 0) {
         const int head = item % p.heads;
+        if (consumers != list_blocks) {
+            // The i-th unit of a sequence in the list becomes the i-th of ours, in the same order, or nothing: ours are fewer.
+            const int listed = list_blocks * rows_per_block, rows = consumers * rows_per_block, n = (s.q_len + rows - 1) / rows;
+            const bool descending = p.mask.right >= 0;
+            const int at = unit.first / listed, i = descending ? (s.q_len + listed - 1) / listed - 1 - at : at;
+            if (i >= n) {
+                const int after_item = draw();
+                item = next_item, unit = next_unit, s = sequence_of(next_item, next_unit);
+                next_item = after_item, next_unit = unit_of(after_item);
+                continue;
+            }
+            unit.first = (descending ? n - 1 - i : i) * rows;
+        }
+        // Key range of the unit.
         const int shift = diagonal_shift(p.mask, s.q_len, s.kv_len);
         const int unit_rows = min(consumers * rows_per_block, s.q_len - unit.first);
         const int lo = first_key(p.mask, unit.first, shift), hi = end_key(p.mask, unit.first + unit_rows - 1, shift, s.kv_len);
         const int tile0 = lo / kv_tile, tiles = hi > lo ? (hi - 1) / kv_tile - tile0 + 1 : 0;
-        const int q_head = p.packed_log2 ? head * p.group : head;
+        int q_head = p.group;
+        asm volatile("" : "+r"(q_head));  // else the assembler keeps the factor of `head` from item to item, and spills it
+        q_head = p.packed_log2 ? head * q_head : head;
         // At most half a tile of keys: keys and values share a slot (below), so that the ring holds four such units.
         const int places = has_half && tiles == 1 && hi - tile0 * kv_tile <= kv_tile / 2 ? 1 : 2 * tiles;
 
@@ -135,10 +156,9 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
         const JfaSequence next_s = sequence_of(next_item, next_unit);
 
         const int stage = use % q_stages;
-        const bool both = unit_rows > rows_per_block;
+#pragma unroll (three ? 1 : consumers)
         for (int c = 0; c < consumers; ++c) {
-            // A lone block goes to the consumers in turn.
-            const int slice = both ? c : (c == static_cast<int>(lone & 1) ? 0 : 1);
+            const int slice = c >= turn ? c - turn : c - turn + consumers;
             const int first = unit.first + slice * rows_per_block;
             const int rows = max(0, min(rows_per_block, s.q_len - first));
             ptx::mbarrier_wait(&shared.q_empty[c][stage], ((use / q_stages) & 1) ^ 1);
@@ -174,7 +194,8 @@ __device__ void produce_queries(SharedMemory& shared, const JfaForwardParams& p,
                 ptx::mbarrier_arrive(&shared.q_full[c][stage]);
             }
         }
-        lone += !both;
+        turn = (turn + (unit_rows + rows_per_block - 1) / rows_per_block) % consumers;
+        ++use;
 
         item = next_item, unit = next_unit, s = next_s;
         next_item = after_item, next_unit = unit_of(after_item);
@@ -391,6 +412,31 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
             }
         }
     };
+    // The same in place of the scores, in three steps: powers, their sums, their fragments. A sum beside its power would wait for it.
+    const auto powers = [&](int from, int to) {
+        const float zero_a = max_a == -INFINITY ? 0.0f : -max_a * scale_log2, zero_b = max_b == -INFINITY ? 0.0f : -max_b * scale_log2;
+#pragma unroll
+        for (int i = 4 * from; i < 4 * to; i += 4) {
+            s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2, zero_a)), s[i + 1] = ptx::exp2_approx(fmaf(s[i + 1], scale_log2, zero_a));
+            s[i + 2] = ptx::exp2_approx(fmaf(s[i + 2], scale_log2, zero_b)), s[i + 3] = ptx::exp2_approx(fmaf(s[i + 3], scale_log2, zero_b));
+        }
+    };
+    const auto sums = [&](int from, int to, float& tile_a, float& tile_b) {
+        float other_a = 0.0f, other_b = 0.0f;
+#pragma unroll
+        for (int i = 4 * from; i < 4 * to; i += 4) {
+            tile_a += s[i], other_a += s[i + 1];
+            tile_b += s[i + 2], other_b += s[i + 3];
+        }
+        tile_a += other_a, tile_b += other_b;
+    };
+    const auto fragments = [&](int from, int to) {
+#pragma unroll
+        for (int g = from; g < to; ++g) {
+            pr[g / 2][g % 2 * 2] = ptx::pack<T>(s[4 * g], s[4 * g + 1]);
+            pr[g / 2][g % 2 * 2 + 1] = ptx::pack<T>(s[4 * g + 2], s[4 * g + 3]);
+        }
+    };
     constexpr int all_groups = kv_tile / 8, half_groups = has_half ? all_groups / 2 : all_groups;  // of eight columns
 
     // Generation 1 of the kernels: the last tile of a sequence is not masked. Keys past the end are zeros, so their scores are 0, their
@@ -423,8 +469,20 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
             maxima(0, half_groups, top_a, top_b);
             if (has_half && !half) maxima(half_groups, all_groups, top_a, top_b);
             move_maxima(top_a, top_b, shrink_a, shrink_b);
-            exponentials(0, half_groups, sum_a, sum_b);
-            if (has_half && !half) exponentials(half_groups, all_groups, sum_a, sum_b);
+            if (!in_place) {
+                exponentials(0, half_groups, sum_a, sum_b);
+                if (has_half && !half) exponentials(half_groups, all_groups, sum_a, sum_b);
+                return;
+            }
+            powers(0, half_groups);
+            if (has_half && !half) powers(half_groups, all_groups);
+            ptx::wgmma_hold(s);  // keeps the steps apart
+            sums(0, half_groups, sum_a, sum_b);
+            fragments(0, half_groups);
+            if (has_half && !half) {
+                sums(half_groups, all_groups, sum_a, sum_b);
+                fragments(half_groups, all_groups);
+            }
         };
         prescale();
         if (subtract && may_subtract && is_cut(b, j)) {
@@ -434,9 +492,41 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
         mask(b, j);
         all();
     };
-    // Softmax of a later tile: exponentials against the maximum so far, beside them this tile's maxima; in the rare case that the
-    // maximum moves for a row of this warp, once more against the new one. (Knowing the maximum first costs its latency each time.)
-    const auto next_softmax = [&](const Block& b, int j, bool half) {
+    const auto shrink_output = [&](float shrink_a, float shrink_b) {
+        sum_a *= shrink_a;
+        sum_b *= shrink_b;
+#pragma unroll
+        for (int i = 0; i < head_dim / 2; i += 4) {
+            o[i] *= shrink_a, o[i + 1] *= shrink_a;
+            o[i + 2] *= shrink_b, o[i + 3] *= shrink_b;
+        }
+    };
+    // Softmax of a later tile, while the product with the tile before still reads the fragments and adds to o; `finish` waits for it.
+    [[maybe_unused]] const auto overlapped_softmax = [&](const Block& b, int j, bool half, const auto& finish) {
+        float top_a = -INFINITY, top_b = -INFINITY, tile_a = 0.0f, tile_b = 0.0f, shrink_a = 1.0f, shrink_b = 1.0f;
+        prescale();
+        mask(b, j);
+        maxima(0, half_groups, top_a, top_b);
+        if (has_half && !half) maxima(half_groups, all_groups, top_a, top_b);
+        const bool moved = __any_sync(~0u, moves(top_a, max_a) || moves(top_b, max_b));
+        if (moved) move_maxima(top_a, top_b, shrink_a, shrink_b);
+        powers(0, half_groups);
+        if (has_half && !half) powers(half_groups, all_groups);
+        ptx::wgmma_hold(s);
+        sums(0, half_groups, tile_a, tile_b);
+        if (has_half && !half) sums(half_groups, all_groups, tile_a, tile_b);
+        ptx::wgmma_hold(s);
+        finish();
+        if (moved) shrink_output(shrink_a, shrink_b);
+        sum_a += tile_a;
+        sum_b += tile_b;
+        fragments(0, half_groups);
+        if (has_half && !half) fragments(half_groups, all_groups);
+    };
+    // The same after that product, with the scores kept: exponentials against the maximum so far, beside them this tile's maxima; in
+    // the rare case that the maximum moves for a row of this warp, once more against the new one. (Knowing the maximum first costs
+    // its latency each time.)
+    [[maybe_unused]] const auto next_softmax = [&](const Block& b, int j, bool half) {
         float top_a, top_b, tile_a, tile_b;
         const auto all = [&] {
             top_a = top_b = -INFINITY;
@@ -464,13 +554,7 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
             tile_a = tile_b = 0.0f;
             exponentials(0, half_groups, tile_a, tile_b);
             if (has_half && !half) exponentials(half_groups, all_groups, tile_a, tile_b);
-            sum_a *= shrink_a;
-            sum_b *= shrink_b;
-#pragma unroll
-            for (int i = 0; i < head_dim / 2; i += 4) {
-                o[i] *= shrink_a, o[i + 1] *= shrink_a;
-                o[i + 2] *= shrink_b, o[i + 3] *= shrink_b;
-            }
+            shrink_output(shrink_a, shrink_b);
         }
         sum_a += tile_a;
         sum_b += tile_b;
@@ -579,10 +663,17 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(s);
             release_slot(keys);
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_hold(o);
-            release_slot(values);
-            next_softmax(b, j + 1, half_at(j + 1));
+            const auto finish = [&] {
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_hold(o);
+                release_slot(values);
+            };
+            if (in_place) {
+                overlapped_softmax(b, j + 1, half_at(j + 1), finish);
+            } else {
+                finish();
+                next_softmax(b, j + 1, half_at(j + 1));
+            }
         }
         release_q(use);
         const uint32_t values = base + (b.places == 1 ? 0 : value_place(j, b.tiles));
@@ -634,10 +725,10 @@ __device__ void consume(SharedMemory& shared, const JfaForwardParams& p, const C
 
 // Read by the build from the cubin: one source of truth for the launch.
 extern "C" __constant__ unsigned jfa_dynamic_shared = sizeof(SharedMemory);
-extern "C" __constant__ unsigned jfa_unit_rows = consumers * block_rows;  // of one head
+extern "C" __constant__ unsigned jfa_unit_rows = list_blocks * block_rows;  // of the schedule's list, of one head
 extern "C" __constant__ unsigned jfa_kv_tile = kv_tile;
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(128 * (1 + consumers), 1)
 JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
           const __grid_constant__ CUtensorMap map_o, const __grid_constant__ JfaForwardParams p) {
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -676,7 +767,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
             if (ptx::elect_one()) produce_queries(shared, p, &map_q);
         }
     } else {
-        ptx::registers_acquire<224>();
+        ptx::registers_acquire<three ? 152 : 224>();
         consume(shared, p, &map_o, warpgroup - 1);
     }
 }

@@ -66,6 +66,16 @@ class Kernel:
             ok(cuda.cuMemcpyDtoH_v2(C.byref(value), address, C.c_size_t(4)), "read")
             self.shared = value.value
             ok(cuda.cuFuncSetAttribute(self.function, 8, self.shared), f"shared {self.shared}")
+        threads = C.c_int()
+        ok(cuda.cuFuncGetAttribute(C.byref(threads), 0, self.function), "threads")
+        self.threads = threads.value
+
+    def word(self, symbol):
+        """A number that the source states."""
+        address, size, value = C.c_uint64(), C.c_size_t(), C.c_uint()
+        ok(cuda.cuModuleGetGlobal_v2(C.byref(address), C.byref(size), self.module, symbol.encode()), symbol)
+        ok(cuda.cuMemcpyDtoH_v2(C.byref(value), address, C.c_size_t(4)), "read")
+        return value.value
 
     def launch(self, grid, block, params, cluster=1):
         array = (ptr * len(params))(*[C.cast(C.byref(p) if isinstance(p, C.Structure) else p, ptr) for p in params])
@@ -78,11 +88,7 @@ class Kernel:
 def launch_schedule(kernel, params):
     """As its source says: `jfa_ctas` blocks of as many threads as it is compiled for."""
     if not hasattr(kernel, "shape"):
-        address, size, ctas, threads = C.c_uint64(), C.c_size_t(), C.c_uint(), C.c_int()
-        ok(cuda.cuModuleGetGlobal_v2(C.byref(address), C.byref(size), kernel.module, b"jfa_ctas"), "jfa_ctas")
-        ok(cuda.cuMemcpyDtoH_v2(C.byref(ctas), address, C.c_size_t(4)), "read")
-        ok(cuda.cuFuncGetAttribute(C.byref(threads), 0, kernel.function), "threads")
-        kernel.shape = ctas.value, threads.value
+        kernel.shape = kernel.word("jfa_ctas"), kernel.threads
     kernel.launch(*kernel.shape, [params])
 
 
@@ -112,7 +118,7 @@ def tensor_map(t, box_rows, box_heads=1):
 SMS = 132
 # Rows of NaN allocated before and after every tensor.
 SLACK = tuple(int(x) for x in os.environ.get("SLACK", "0,0").split(","))
-FORWARD_TILE = {32: 128, 64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+FORWARD_WIDTHS = (32, 64, 96, 128, 256)
 
 
 class Problem:
@@ -231,14 +237,14 @@ def schedule_params(p, rows, kv_tile):
 
 class Forward:
     def __init__(self, p, directory, pack=True):
-        tile = min(d for d in FORWARD_TILE if d >= max(p.dim, p.dim_v))
-        name = f"forward_{tile}_{'bf16' if p.dtype == torch.bfloat16 else 'f16'}"
+        width = min(d for d in FORWARD_WIDTHS if d >= max(p.dim, p.dim_v))
+        name = f"forward_{width}_{'bf16' if p.dtype == torch.bfloat16 else 'f16'}"
         self.p, self.kernel = p, kernel(directory, name)
         self.schedule_kernel = kernel(directory, "schedule")
         group = p.heads // p.heads_kv
         packed = group.bit_length() - 1 if pack and group > 1 and group & (group - 1) == 0 and group <= 64 else 0
         rows = 64 >> packed
-        self.s = schedule_params(p, 2 * rows, FORWARD_TILE[tile])
+        self.s = schedule_params(p, self.kernel.word("jfa_unit_rows") >> packed, self.kernel.word("jfa_kv_tile"))
         before, after = SLACK
         self.o = torch.full((p.rows_o + before + after, p.heads, p.dim_v), float("nan"), dtype=p.dtype, device="cuda")[before:before + p.rows_o]
         self.lse = torch.full((p.heads, p.rows_o), float("nan"), dtype=torch.float32, device="cuda")
@@ -255,7 +261,7 @@ class Forward:
         launch_schedule(self.schedule_kernel, self.s)
 
     def run(self):
-        self.kernel.launch(SMS, 384, [*self.maps, self.params])
+        self.kernel.launch(SMS, self.kernel.threads, [*self.maps, self.params])
 
 
 _kernels = {}
@@ -311,6 +317,12 @@ def check_forward(directory, wanted=()):
         "negative": Problem(UGLY, UGLY, 2, scale=-0.2),
         "huge": Problem(UGLY, UGLY, 2, amplitude=30.0),
         "long": Problem([5000, 3, 4097], [5000, 3, 4097], 2, causal=True),
+        "long-full": Problem([300, 129, 64, 65], [1100, 900, 1030, 5000], 2),
+        "long-cross": Problem([1000, 200, 65, 64, 130], [1000, 900, 1300, 800, 700], 2, causal=True, bottom=True),
+        "long-blind": Problem([1000, 1400], [900, 800], 2, causal=True, bottom=True),
+        "long-window": Problem([1300, 130], [1300, 900], 2, window=(900, 40)),
+        "long-gqa4": Problem([900, 33, 70], [900, 1100, 1200], 8, 2, causal=True, bottom=True),
+        "long-huge": Problem([200], [3000], 2, amplitude=30.0),
         "f16": Problem(lq, lk, 2, dtype=torch.float16),
     }
     for d in (8, 32, 40, 64, 96, 256):

@@ -80,7 +80,7 @@ fn self_attention() {
     let gpu = Recorder::new(&[(9, 0)]);
     let problem = Problem::builder(DType::BF16, 4, 128).capacity(1152, 147_000, 147_000).build().unwrap();
     let plan = plan_on(&gpu, &problem, false).unwrap();
-    assert!(plan.describe().contains("forward_128_bf16 (sm_90a, 384 threads"), "{}", plan.describe());
+    assert!(plan.describe().contains("forward_128_bf16 (sm_90a, 512 threads"), "{}", plan.describe());
     let layout = Layout::jagged(1000, offsets(0x100), offsets(0x200));
     let args = forward_args(&problem, problem.total_kv);
     let launches = run(&gpu, &plan, &layout, &args);
@@ -92,7 +92,7 @@ fn self_attention() {
     let p: ScheduleParams = params(s);
     assert_eq!((p.q_offsets, p.kv_offsets, p.q_lengths, p.kv_lengths, p.kv_index), (0x100, 0x200, 0, 0, 0));
     assert_eq!((p.batch, p.kv_batch, p.total_q, p.total_kv), (1000, 1000, 147_000, 147_000));
-    assert_eq!((p.broadcast_q_len, p.forward_rows, p.forward_kv_tile, p.merge_shared_kv), (-1, 128, 128, 0));
+    assert_eq!((p.broadcast_q_len, p.forward_rows, p.forward_kv_tile, p.merge_shared_kv), (-1, 128, 64, 0));
     assert_eq!((p.mask.left, p.mask.right, p.mask.bottom_right), (-1, -1, 0));
     // Header, sequences, units; every batch has at most total / rows + batch units.
     assert_eq!(p.forward_capacity, 147_000 / 128 + 1152);
@@ -101,7 +101,7 @@ fn self_attention() {
     assert!(p.forward_list + 8 * p.forward_capacity as u64 <= 0x7000_0000 + plan.requirements().schedule_bytes as u64);
 
     let f = &launches[1];
-    assert_eq!((f.shape.grid, f.shape.threads, f.shape.cluster), ([132, 1, 1], 384, None));
+    assert_eq!((f.shape.grid, f.shape.threads, f.shape.cluster), ([132, 1, 1], 512, None));
     assert!(f.shape.shared_bytes > 200_000);
     let p: ForwardParams = params(f);
     assert_eq!((p.header, p.sequences, p.units), (0x7000_0000, 0x7000_0100, 0x7000_0100 + 1152 * 32));
