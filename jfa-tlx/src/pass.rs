@@ -3,15 +3,14 @@
 //! Tags of a kernel: `kind` (`forward`, `backward`), `variant` (generations, separated by spaces), `step`, `grid`, and where it
 //! is not for everything `dtype`, `head_dim`, `mask` (`full`: only for full masks, preferred there), `when` (words that must
 //! all hold: `jagged`, `broadcast`, `kv_index`, `no_kv_index`), `lacks` (features it cannot do), `grid_heads` (`q`, `kv`),
-//! `packs` (`yes`: takes several query heads in the rows of a unit), `pairs` (`yes`: two blocks of threads share their
-//! products; taken instead of the kernel without where that pays) and `units` (`balanced`: sequences of the backward's list
-//! are split only where they are too long for one block).
+//! `packs` (`yes`: takes several query heads in the rows of a unit) and `pairs` (`yes`: two blocks of threads share their
+//! products; taken instead of the kernel without where that pays).
 
 use std::collections::BTreeMap;
 
 use jfa_core::{Error, Mask, Problem, Query, Result};
 use jfa_driver::bundle::Parameter;
-use jfa_driver::schedule::{Split, constant};
+use jfa_driver::schedule::constant;
 use jfa_driver::{Bundle, JaggedMap, KernelInfo, Swizzle};
 
 use crate::bind::{self, Int, MOST_MAPS, MapOf, Name, Pointer, Source, Tensor};
@@ -33,7 +32,7 @@ pub(crate) const TICKETS: i64 = 32;
 /// Whether kernels that pair blocks of threads are taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Pairs {
-    /// Where they pay.
+    /// Where they pay, but not in a backward that must be deterministic: they are chosen by a plan's capacities.
     #[default]
     WherePays,
     Never,
@@ -105,8 +104,6 @@ pub(crate) struct Pass {
     pub key_rows: i32,
     pub q_tile: i32,
     pub packed_log2: u32,
-    /// Which sequences of the backward's list are units of their own.
-    pub split: Split,
 }
 
 fn words(info: &KernelInfo, tag: &str) -> Vec<String> {
@@ -185,17 +182,6 @@ fn grid_of(info: &KernelInfo) -> Result<Grid> {
     })
 }
 
-/// How a kernel wants the backward's list.
-fn split_of(info: &KernelInfo, problem: &Problem) -> Result<Split> {
-    match info.tag("units") {
-        // With kv_index the pairs of a sequence and a key tile have no bound by the rows of the buffers.
-        _ if problem.uses_kv_index => Ok(Split::Never),
-        "" => Ok(Split::Always),
-        "balanced" => Ok(Split::Balanced),
-        other => Err(Error::Internal(format!("kernel {} wants units '{other}'", info.name))),
-    }
-}
-
 /// Rows or keys of a block of the backward's kernels.
 const BLOCK: f64 = 128.0;
 
@@ -240,7 +226,9 @@ fn takes_pairs(info: &KernelInfo, problem: &Problem, pairs: Pairs) -> bool {
         Pairs::WherePays => {
             let of_queries = info.tag("grid_heads") == "q";
             let cycles = if of_queries { DQ_CYCLES } else { DKDV_CYCLES };
-            pairs_pay(problem, of_queries, &cycles)
+            // Capacities say what else is in a batch, and a diagonal's tiles are added in another order by pairs: then a sequence
+            // would not keep its bits in every batch.
+            !problem.deterministic && pairs_pay(problem, of_queries, &cycles)
         }
     }
 }
@@ -333,9 +321,7 @@ impl Pass {
             key_rows: 0,
             q_tile: 0,
             packed_log2,
-            split: Split::Always,
         };
-        let mut splits = Vec::new();
         let agree = |info: &KernelInfo, name: &str, value: &mut i32| {
             let stated = constant(info, name)?;
             if *value != 0 && *value != stated {
@@ -363,7 +349,6 @@ impl Pass {
                 }
             }
             if follows(info, "backward_units") {
-                splits.push((info, split_of(info, problem)?));
                 agree(info, "key_rows", &mut pass.key_rows)?;
                 agree(info, "q_tile", &mut pass.q_tile)?;
             }
@@ -388,15 +373,6 @@ impl Pass {
             pass.needs.delta |= uses(Pointer::Delta);
             pass.needs.partial |= uses(Pointer::Partial) || sources.contains(&Source::Int(Int::Slices));
             pass.launches.push(Launch { kernel, grid: grid_of(info)?, sources, promises });
-        }
-        if let Some(&(_, split)) = splits.first() {
-            if let Some((info, other)) = splits.iter().find(|(_, other)| *other != split) {
-                return Err(Error::Internal(format!(
-                    "kernel {} follows a list split as {other:?}, others of its pass {split:?}",
-                    info.name
-                )));
-            }
-            pass.split = split;
         }
         Ok(pass)
     }
