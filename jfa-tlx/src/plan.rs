@@ -410,7 +410,9 @@ fn shape_of(chosen: &Chosen, problem: &Problem) -> Shape {
             heads: problem.heads_q,
             blocks: 1,
         }),
-        split: backward.map_or(Split::Always, |b| b.split),
+        // Every key tile is a unit: neighbours share keys and values in the L2. With kv_index the pairs of a sequence and a key tile have
+        // no bound by the rows of the buffers.
+        split: if problem.uses_kv_index { Split::Never } else { Split::Always },
     }
 }
 
