@@ -89,6 +89,11 @@ def produce_queries(q_map, header, sequences, forward_units, counter, heads, gro
         lo, hi, tile0, tiles = unit_keys(first, 2 * rows, q_len, kv_len, left, right, shift, KV_TILE)
         last_tile = tile0 + tiles - 1
         both = q_len - first > rows
+        # The places of its queries are free before an item is announced: a lone block's place changes hands, and who has not waited for the
+        # copy before in that place must know it complete, or the barrier's parity would tell of the one before that.
+        tlx.barrier_wait(q_empty[blocks % (2 * Q_STAGES)], (blocks // (2 * Q_STAGES) & 1) ^ 1)
+        if both:
+            tlx.barrier_wait(q_empty[(blocks + 1) % (2 * Q_STAGES)], ((blocks + 1) // (2 * Q_STAGES) & 1) ^ 1)
         tlx.barrier_wait(item_empty[use % ITEMS], (use // ITEMS & 1) ^ 1)
         at = use % ITEMS * FIELDS
         put(cells[at], tiles)
@@ -133,7 +138,6 @@ def produce_queries(q_map, header, sequences, forward_units, counter, heads, gro
         for row in tl.range(first, tl.minimum(first + 2 * rows, q_len), rows):
             n = tl.minimum(rows, q_len - row)
             stage = blocks % (2 * Q_STAGES)
-            tlx.barrier_wait(q_empty[stage], (blocks // (2 * Q_STAGES) & 1) ^ 1)
             tlx.barrier_expect_bytes(q_full[stage], 2 * BLOCK * HEAD_DIM)
             tlx.async_descriptor_load(q_map, q_tiles[stage], [BOUND, q_head, q0 + row + n, BOUND - n, 0], q_full[stage])
             blocks += 1

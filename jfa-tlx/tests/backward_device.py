@@ -93,8 +93,7 @@ class Backward:
         self.list = torch.full((8 * max(capacity, 1),), 0x7f, dtype=torch.uint8, device="cuda")
         self.s.backward_list, self.s.backward_capacity, self.s.backward_rows, self.s.backward_q_tile = self.list.data_ptr(), capacity, KEY_ROWS, 64
         # 0: a sequence is one unit; large: every key tile is one; between: key tiles where a sequence is too long for one CTA.
-        balanced = any(x.tags.get("units") == "balanced" for x in passes)
-        self.s.backward_share = 0 if whole else int(os.environ.get("SHARE", -(-D.SMS // p.heads_kv))) if balanced else 1 << 30
+        self.s.backward_share = 0 if whole else int(os.environ.get("SHARE", 1 << 30))
         self.s.merge = 0
         fresh = lambda t: torch.full_like(t, float("nan"), memory_format=torch.contiguous_format)
         if p.q.stride(0) > p.heads * p.dim:  # a fused buffer

@@ -1,9 +1,12 @@
-"""Forward, generation 2: plain Triton as generation 1, with masks in boundary tiles only, and none at all for the end of a sequence
-under a full mask.
+"""Forward, generations 1 and 2: plain Triton, one program per unit (UNIT_ROWS query rows of one sequence) and head.
 
-There keys past the end are zeros: their scores are 0, their values add nothing to o, and each adds exp(0 - maximum) to the sum,
-which is taken off again. Exact algebra; in floating point the sum loses log2(surplus / rest) bits, so the rest of every row must be
-at least 1/256 of its surplus (an error of 2^-16), or the tile is masked by selection after all.
+Keys and values come through pointers, zeros past the last visible key. Packing puts 1 << packed_log2 query heads of a group into the
+rows: row r is query row r % rows of head r / rows.
+
+Generation 1 (SELECT) masks every score by selection. Generation 2 masks in boundary tiles only, and not at all for the end of a
+sequence under a full mask: there keys past the end are zeros, their scores are 0, their values add nothing to o, and each adds
+exp(0 - maximum) to the sum, which is taken off again. Exact algebra; in floating point the sum loses log2(surplus / rest) bits, so
+the rest of every row must be at least 1/256 of its surplus (an error of 2^-16), or the tile is masked by selection after all.
 """
 
 import triton
@@ -24,10 +27,10 @@ def weights_of(s, top, scale):
 
 
 @triton.jit
-def forward_g2(q, k, v, o, lse, header, sequences, forward_units,
-               q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, lse_head,
-               scale_log2, heads, group, packed_log2, left, right, bottom_right, q_rows, kv_rows, o_rows,
-               UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, FENCE: tl.constexpr = False):
+def forward_plain(q, k, v, o, lse, header, sequences, forward_units,
+                  q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, lse_head,
+                  scale_log2, heads, group, packed_log2, left, right, bottom_right, q_rows, kv_rows, o_rows,
+                  UNIT_ROWS: tl.constexpr, KV_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, SELECT: tl.constexpr, FENCE: tl.constexpr = False):
     item = tl.program_id(0)
     unit = item // heads
     if unit >= tl.load(header):
@@ -71,10 +74,12 @@ def forward_g2(q, k, v, o, lse, header, sequences, forward_units,
         k_tile = tl.load(k_base + j.to(tl.int64)[:, None] * k_row + d[None, :], mask=exists, other=0.0)
         s = tl.dot(q_tile, k_tile.T)
         cut = (key < whole_begin) | (key + KV_TILE > whole_end)
-        if cut & (subtract == 0):
+        if SELECT:
+            s = tl.where((j[None, :] >= begin) & (j[None, :] < end), s * factor, float("-inf"))
+        elif cut & (subtract == 0):
             s = tl.where((j[None, :] >= begin) & (j[None, :] < end), s * factor, float("-inf"))
         p, added, new_top, shrink, zero = weights_of(s, top, scale)
-        if cut & subtract:
+        if not SELECT and cut & subtract:
             surplus = (key + KV_TILE - kv_len).to(tl.float32) * tl.math.exp2(-zero)
             added -= surplus
             if tl.max((surplus > 256.0 * added).to(tl.int32), 0) > 0:
