@@ -45,11 +45,19 @@ impl Descriptor {
         let a = match (mn_major, self.swizzle) {
             (false, Swizzle::None) => self.start + (i / 8) * self.stride + (i % 8) * 16 + c * self.lead,
             (false, _) => {
-                self.start + (i / 8) * self.stride + (i % 8) * w + (c * 16 >> shift) * self.lead + (c * 16 & (w - 1))
+                self.start
+                    + (i / 8) * self.stride
+                    + (i % 8) * w
+                    + ((c * 16) >> shift) * self.lead
+                    + ((c * 16) & (w - 1))
             }
             (true, Swizzle::None) => self.start + c * self.stride + (i / 8) * self.lead + (i % 8) * 16,
             (true, _) => {
-                self.start + (c * 16 >> shift) * self.lead + (c * 16 & (w - 1)) + (i / 8) * self.stride + (i % 8) * w
+                self.start
+                    + ((c * 16) >> shift) * self.lead
+                    + ((c * 16) & (w - 1))
+                    + (i / 8) * self.stride
+                    + (i % 8) * w
             }
         };
         self.swizzle.apply(a & 0x3ffff)
