@@ -84,12 +84,7 @@ pub type Make = fn(Arc<CudaGpu>, Option<&str>) -> jfa_core::Result<Arc<dyn Atten
 
 /// Makes a backend for the registry. The driver is loaded when a backend is first asked for; every later request shares it, and
 /// without a variant also the backend, in `kept`. `files` are its bundles, named where there is no driver.
-pub fn factory(
-    name: &'static str,
-    files: &'static [&'static [u8]],
-    kept: &'static Kept,
-    make: Make,
-) -> Factory {
+pub fn factory(name: &'static str, files: &'static [&'static [u8]], kept: &'static Kept, make: Make) -> Factory {
     static DRIVER: OnceCell<Arc<CudaGpu>> = OnceCell::new();
     Arc::new(move |variant| {
         let made = || {
