@@ -77,8 +77,7 @@ constexpr int ds_chunk = keys * 128;          // ds^T: rows are keys, 64 query r
 // one in each CTA. owned: the CTA does all passes of the sequence that it takes part in; waits, raises: other CTAs' share of the sums is
 // waited for, the own one announced; exchange: a pass of two tiles.
 enum : int {
-    first_of_tile = 1, last_of_tile = 2, no_steps = 4, the_end = 8, zero_keys = 16, zero_queries = 32, owned = 64, waits = 128,
-    raises = 256, exchange = 512
+    last_of_tile = 1, no_steps = 2, the_end = 4, zero_keys = 8, zero_queries = 16, owned = 32, waits = 64, raises = 128, exchange = 256
 };
 struct Work {              // what the consumers need of a segment
     int flags;
@@ -244,7 +243,7 @@ __device__ __forceinline__ void fill_segment(Segment& g, const JfaBackwardParams
     g.later_begin = s.kv_len <= pass_end ? all_blocks : right < 0 ? 0 : s.q_len <= top(pass_end) ? all_blocks : block_from(top(pass_end) - q_tile + 1);
     g.whole_hi = left < 0 ? all_blocks : block_from(bottom(key0) - q_tile + 2);
     g.whole_lo = s.kv_len < key0 + keys ? all_blocks : right < 0 ? 0 : block_from(top(key0 + keys) - 1);
-    int flags = empty ? no_steps | (member == 0 ? zero_keys : 0) : (member == 0 ? first_of_tile : 0) | (member == p.group - 1 ? last_of_tile : 0);
+    int flags = empty ? no_steps | (member == 0 ? zero_keys : 0) : member == p.group - 1 ? last_of_tile : 0;
     if (count > 1) flags |= exchange;
     // Rows that no tile has: the first tile makes their dq zero.
     g.zero_lo = g.zero_hi = 0;
@@ -927,8 +926,8 @@ extern "C" __constant__ unsigned jfa_q_tile = q_tile;
 
 extern "C" __global__ void __launch_bounds__(threads, 1)
 JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-          const __grid_constant__ CUtensorMap map_o, const __grid_constant__ CUtensorMap map_do, const __grid_constant__ CUtensorMap map_dq,
-          const __grid_constant__ CUtensorMap map_dk, const __grid_constant__ CUtensorMap map_dv,
+          const __grid_constant__ CUtensorMap map_o, const __grid_constant__ CUtensorMap map_do, const __grid_constant__ CUtensorMap map_dk,
+          const __grid_constant__ CUtensorMap map_dv,
           const __grid_constant__ JfaBackwardParams p) {
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(dynamic_shared);

@@ -109,8 +109,8 @@ typedef struct JfaForwardParams {
     int32_t o_rows;              /* rows of o and lse in this call; rows past it are not written */
 } JfaForwardParams;
 
-/* Parameters of `jfa_backward_*` and `jfa_backward_broadcast_*` (by value, after the tensor maps of q, k, v, o, do, dq, dk, dv; the
- * last three with boxes of 16 rows). A unit is all tiles of JFA_BACKWARD_KEYS keys of one sequence (JfaUnit.first = -1) or those of one
+/* Parameters of `jfa_backward_*` and `jfa_backward_broadcast_*` (by value, after the tensor maps of q, k, v, o, do, dk, dv; the last
+ * two with boxes of 16 rows). A unit is all tiles of JFA_BACKWARD_KEYS keys of one sequence (JfaUnit.first = -1) or those of one
  * pass, repeated for every group of `cluster` key/value heads. A pass is one tile; in `jfa_backward_*`, whose CTAs work in clusters of
  * two, also two neighbouring tiles, one in each CTA.
  *
@@ -140,9 +140,9 @@ typedef struct JfaBackwardParams {
     const float *lse;            /* [heads_q, lse_head_stride] */
     int32_t *control;
     float *partial;
-    void *dq;                    /* where rows without any product become zero; everything else goes through the tensor maps */
-    void *dk;
-    void *dv;
+    void *dq;                    /* written straight from registers */
+    void *dk;                    /* here where rows without any product become zero; else through the tensor map */
+    void *dv;                    /* likewise, and from column 64 on */
     int64_t lse_head_stride;     /* elements */
     int64_t dq_row_bytes, dq_head_bytes;
     int64_t dk_row_bytes, dk_head_bytes;

@@ -73,7 +73,7 @@ struct WholeBackward {
     backward: usize,
     reduce: usize,
     /// Maps of q, k, v, o, d_o, dq, dk, dv.
-    maps: [CachedMap; 8],
+    maps: [CachedMap; 7],
     units: Units,
 }
 
@@ -352,7 +352,7 @@ impl CudaPlan {
         Ok(ChosenBackward::Whole(Box::new(WholeBackward {
             backward,
             reduce,
-            maps: [map("q")?, map("k")?, map("v")?, map("o")?, map("d_o")?, map("dq")?, map("dk")?, map("dv")?],
+            maps: [map("q")?, map("k")?, map("v")?, map("o")?, map("d_o")?, map("dk")?, map("dv")?],
             units: Units {
                 rows: constant(info, "unit_rows")?,
                 tile: constant(info, "q_tile")?,
@@ -537,13 +537,12 @@ impl BackendPlan for CudaPlan {
             ("v", &args.v),
             ("o", &args.o),
             ("d_o", &args.d_o),
-            ("dq", &args.dq),
             ("dk", &args.dk),
             ("dv", &args.dv),
         ];
         // Sides without any row have nothing to describe, and nothing of them is touched: the other side's map serves.
         let some = if args.q.rows > 0 { &args.dq } else { &args.dk };
-        let mut maps = [TensorMap::UNUSED; 8];
+        let mut maps = [TensorMap::UNUSED; 7];
         for ((map, (name, view)), out) in kernels.maps.iter().zip(views).zip(&mut maps) {
             *out = self.encode(&scope, map, name, if view.rows > 0 { view } else { some })?;
         }
@@ -583,14 +582,13 @@ impl BackendPlan for CudaPlan {
             kv_rows: self.i32_of("k.rows", args.k.rows, MAX_ROWS)?,
             ctas: ctas.cast_signed(),
         };
-        let [q, k, v, o, d_o, dq, dk, dv] = &maps;
+        let [q, k, v, o, d_o, dk, dv] = &maps;
         let list = [
             KernelArg::new(q),
             KernelArg::new(k),
             KernelArg::new(v),
             KernelArg::new(o),
             KernelArg::new(d_o),
-            KernelArg::new(dq),
             KernelArg::new(dk),
             KernelArg::new(dv),
             KernelArg::new(&params),

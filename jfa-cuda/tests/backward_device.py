@@ -68,7 +68,7 @@ class Backward:
             self.dq, self.dk, self.dv = (packed[:, i * p.heads:(i + 1) * p.heads] for i in range(3))
         else:
             self.dq, self.dk, self.dv = fresh(p.q), fresh(p.k), fresh(p.v)
-        self.maps = [tensor_map(t, 64) for t in (p.q, p.k, p.v, o, p.do)] + [tensor_map(t, 16) for t in (self.dq, self.dk, self.dv)]
+        self.maps = [tensor_map(t, 64) for t in (p.q, p.k, p.v, o, p.do)] + [tensor_map(t, 16) for t in (self.dk, self.dv)]
         strides = [2 * s for t in (self.dq, self.dk, self.dv) for s in t.stride()[:2]]
         self.params = BackwardParams(
             self.s.header, self.s.sequences, self.list.data_ptr(), lse.data_ptr(), self.control.data_ptr(), self.partial.data_ptr(),

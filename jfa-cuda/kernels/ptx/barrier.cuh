@@ -61,9 +61,6 @@ __device__ __forceinline__ bool elect_one() {
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // Moves registers between the roles of a CTA (multiples of 8; each warpgroup calls one of them once).
 template <int registers>

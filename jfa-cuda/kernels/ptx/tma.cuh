@@ -21,15 +21,6 @@ __device__ __forceinline__ void tma_store_rows(const CUtensorMap* map, const voi
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
                  ::"l"(map), "r"(smem_address(smem)), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head), "r"(JFA_BOUND) : "memory");
 }
-// Contiguous fp32 rows: global += shared, elementwise, at the L2.
-__device__ __forceinline__ void bulk_reduce_add_f32(float* global, const void* smem, uint32_t bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                 ::"l"(global), "r"(smem_address(smem)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bulk_store(void* global, const void* smem, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(global), "r"(smem_address(smem)), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(smem_address(smem)), "l"(global), "r"(bytes), "r"(smem_address(bar)) : "memory");
@@ -44,15 +35,10 @@ __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_g
 
 // Shared memory written by ordinary stores will be read by the copy engine or the tensor cores.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Global memory written by one proxy will be read by the other.
-__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Four 8x8 matrices of 16-bit elements from registers to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
-}
-__device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
 // The reverse: element (lane / 4, 2 * (lane % 4)) and the next one of matrix m in r[m].
