@@ -18,8 +18,8 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from backward_common import clamp_to, diagonal, key_range, row_range, sequence_fields, uncut_keys, uncut_rows
-from backward_roles import (BLOCK, BULK, FIELDS, HEAD, HI, LEAST, LO, MAX, MORE, MOST, RECORDS, REST, ROW, ROWS, STATE, VECTOR_END, VECTOR_HEAD,
-                            VECTOR_ROW, cut_tiles, dkdv_producer, dq_producer, dq_vectors, field, finish, kept, place_of, publish)
+from backward_roles import (BLOCK, BULK, FIELDS, HEAD, HI, LEAST, LO, MAX, MORE, MOST, RECORDS, REST, ROW, ROWS, STATE, VECTOR_ROW, cut_tiles,
+                            dkdv_producer, dq_producer, dq_vectors, field, finish, kept, place_of, publish, vectors_of)
 from common import BOUND, LOG2_E
 from tickets import next_item, opening_item
 
@@ -479,16 +479,7 @@ def fold_vectors(lse, lse_head, delta, delta_head, scale_log2, cells, item_full,
     tlx.barrier_wait(item_full[0], 0)
     state = field(cells, record, STATE)
     while state >= 0:
-        head = field(cells, record, VECTOR_HEAD).to(tl.int64)
-        first = field(cells, record, VECTOR_ROW)
-        end = field(cells, record, VECTOR_END)
-        lo = field(cells, record, LO)
-        bulk = field(cells, record, BULK)
-        rest = field(cells, record, REST)
-        hi = field(cells, record, HI)
-        tlx.barrier_arrive(item_empty[record % RECORDS])
-        lse_base = lse + head * lse_head + first
-        delta_base = delta + head * delta_head + first
+        lse_base, delta_base, end, lo, bulk, rest, hi = vectors_of(cells, item_empty, record, lse, lse_head, delta, delta_head)
         for index in range(0, tl.cdiv(hi - lo, TILE)):
             row = place_of(index, lo, bulk, rest, hi, TILE)
             stage = place % STAGES

@@ -366,6 +366,21 @@ def refers_elsewhere(sequences, index, last, c):
 
 
 @triton.jit
+def vectors_of(cells, item_empty, record, lse, lse_head, delta, delta_head):
+    """What a warp that provides lse and delta needs of an item, whose place it gives back: where its rows' values stand, how many rows
+    there are, and the streamed tiles."""
+    head = field(cells, record, VECTOR_HEAD).to(tl.int64)
+    first = field(cells, record, VECTOR_ROW)
+    end = field(cells, record, VECTOR_END)
+    lo = field(cells, record, LO)
+    bulk = field(cells, record, BULK)
+    rest = field(cells, record, REST)
+    hi = field(cells, record, HI)
+    tlx.barrier_arrive(item_empty[record % RECORDS])
+    return lse + head * lse_head + first, delta + head * delta_head + first, end, lo, bulk, rest, hi
+
+
+@triton.jit
 def dkdv_vectors(lse, lse_head, delta, delta_head, cells, item_full, item_empty, lse_tiles, delta_tiles, vector_full, vector_empty,
                  STAGES: tl.constexpr, TILE: tl.constexpr):
     """lse (base 2, +inf where p must be 0) and delta of every streamed tile's rows."""
@@ -374,16 +389,7 @@ def dkdv_vectors(lse, lse_head, delta, delta_head, cells, item_full, item_empty,
     tlx.barrier_wait(item_full[0], 0)
     state = field(cells, record, STATE)
     while state >= 0:
-        head = field(cells, record, VECTOR_HEAD).to(tl.int64)
-        first = field(cells, record, VECTOR_ROW)
-        end = field(cells, record, VECTOR_END)
-        lo = field(cells, record, LO)
-        bulk = field(cells, record, BULK)
-        rest = field(cells, record, REST)
-        hi = field(cells, record, HI)
-        tlx.barrier_arrive(item_empty[record % RECORDS])
-        lse_base = lse + head * lse_head + first
-        delta_base = delta + head * delta_head + first
+        lse_base, delta_base, end, lo, bulk, rest, hi = vectors_of(cells, item_empty, record, lse, lse_head, delta, delta_head)
         for index in range(0, tl.cdiv(hi - lo, TILE)):
             i = place_of(index, lo, bulk, rest, hi, TILE) + tl.arange(0, TILE)
             x = tl.load(lse_base + i, mask=i < end, other=float("inf")) * LOG2_E
