@@ -66,7 +66,7 @@ __device__ __forceinline__ void prepare(const JfaPrepareParams& p, const JfaSequ
     const float lse = t < min(rows, q_tile) ? __ldg(p.lse + head * p.lse_head_stride + row0 + t) : -INFINITY;
 
     char* const out = block_at(p.partial, row_block0 + block);
-    if (tiles.end - tiles.first > 1) {
+    if (s.kv_len > keys) {  // a sequence of one tile adds nothing
 #pragma unroll
         for (int i = 0; i < zeros; ++i) ptx::store_l2(reinterpret_cast<float4*>(out) + i * threads + t, float4{0.0f, 0.0f, 0.0f, 0.0f});
     }
