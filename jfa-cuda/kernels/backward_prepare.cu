@@ -72,8 +72,8 @@ __device__ __forceinline__ void prepare(const JfaPrepareParams& p, const JfaSequ
     }
 
     float* const start = reinterpret_cast<float*>(out + sums_bytes);
-    // What the scores start from, so that scale * score is log2(p). Rows that see no key: minus infinity behind the scale.
-    if (t < q_tile) start[place_of(t)] = lse == -INFINITY ? (p.scale_log2 < 0 ? INFINITY : -INFINITY) : lse * (-1.44269504088896341f / p.scale_log2);
+    // Minus infinity also where lse is: rows that see no key.
+    if (t < q_tile) start[place_of(t)] = lse == -INFINITY ? lse : lse * -1.44269504088896341f;
 #pragma unroll
     for (int i = 0; i < turns; ++i) {
         float sum = product(a[i], b[i]);

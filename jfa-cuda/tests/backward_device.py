@@ -39,7 +39,7 @@ BackwardParams = struct("BackwardParams", [
     ("vectors_v", i32), ("mask", D.Mask), ("o_rows", i32), ("kv_rows", i32), ("ctas", i32)])
 PrepareParams = struct("PrepareParams", [
     ("header", ptr), ("sequences", ptr), ("units", ptr), ("lse", ptr), ("o", ptr), ("d_o", ptr), ("partial", ptr), ("dq", ptr), ("lse_head_stride", i64),
-    ("o_row", i64), ("o_head", i64), ("do_row", i64), ("do_head", i64), ("dq_row", i64), ("dq_head", i64), ("scale_log2", f32), ("heads", i32),
+    ("o_row", i64), ("o_head", i64), ("do_row", i64), ("do_head", i64), ("dq_row", i64), ("dq_head", i64), ("heads", i32),
     ("blocks", i32), ("vectors_qk", i32), ("vectors_v", i32), ("mask", D.Mask), ("o_rows", i32)])
 
 
@@ -133,7 +133,7 @@ class Unordered(Gradients):
         self.launched_with = self.params(self.ctas)
         self.prepared_with = PrepareParams(
             self.s.header, self.s.sequences, self.list.data_ptr(), lse.data_ptr(), o.data_ptr(), p.do.data_ptr(), self.partial.data_ptr(), self.dq.data_ptr(),
-            lse.stride(0), *strides(o, p.do, self.dq), scale_log2(p.scale), p.heads, self.blocks, p.dim // 8, p.dim_v // 8, p.mask, p.rows_o)
+            lse.stride(0), *strides(o, p.do, self.dq), p.heads, self.blocks, p.dim // 8, p.dim_v // 8, p.mask, p.rows_o)
 
     def prepare(self):
         self.prepare_kernel.launch(self.prepare_ctas, self.prepare_kernel.threads, [self.prepared_with])
