@@ -85,8 +85,9 @@ __device__ __forceinline__ void prepare(const JfaPrepareParams& p, const JfaSequ
 
 }  // namespace
 
-// Of a launch that fills the device.
+// Read by the build from the cubin: one source of truth for the launch.
 extern "C" __constant__ unsigned jfa_ctas_per_multiprocessor = ctas_per_multiprocessor;
+extern "C" __constant__ unsigned jfa_block_bytes = block_bytes;
 
 extern "C" __global__ void __launch_bounds__(threads, ctas_per_multiprocessor) JFA_ENTRY(const __grid_constant__ JfaPrepareParams p) {
     const long long items = static_cast<long long>(p.header->backward_units) * p.heads;

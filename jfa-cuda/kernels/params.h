@@ -161,4 +161,36 @@ typedef struct JfaBackwardParams {
     int32_t ctas;                /* grid of `jfa_backward_*` */
 } JfaBackwardParams;
 
+/* Parameters of `jfa_backward_prepare_*` (by value), which goes before `jfa_backward_unordered_*`. For every row of every row block:
+ * -lse * log2(e) or what makes p 0 (-inf: rows that see no key, rows past the sequence), and -delta = -rowsum(o * do). The sums of dq become
+ * zero where a sequence has more than one tile. Rows of dq that no tile sees become zero.
+ *
+ *   row blocks       blocks = total_q / q_tile + batch per query head
+ *   `partial`        heads_q * blocks * JFA_UNORDERED_BLOCK_BYTES, aligned 128
+ *   units            tiles, always (backward_share 0x7FFFFFFF): backward_capacity = total_kv / JFA_BACKWARD_KEYS + batch
+ *   grid             any number of CTAs of 256 threads
+ */
+#define JFA_UNORDERED_BLOCK_BYTES(q_tile, head_dim) (((q_tile) * ((head_dim) + 2) * 4 + 127) / 128 * 128)
+
+typedef struct JfaPrepareParams {
+    const JfaScheduleHeader *header;
+    const JfaSequence *sequences;
+    const JfaUnit *units;
+    const float *lse;            /* [heads_q, lse_head_stride] */
+    const void *o;
+    const void *d_o;
+    float *partial;
+    void *dq;
+    int64_t lse_head_stride;     /* elements */
+    int64_t o_row_bytes, o_head_bytes;
+    int64_t do_row_bytes, do_head_bytes;
+    int64_t dq_row_bytes, dq_head_bytes;
+    int32_t heads;               /* query heads */
+    int32_t blocks;              /* row blocks per query head */
+    int32_t vectors_qk;          /* 16-byte pieces of a row of dq */
+    int32_t vectors_v;           /* and of o and do */
+    JfaMask mask;
+    int32_t o_rows;              /* rows of o, lse, do (and dq) in this call */
+} JfaPrepareParams;
+
 #endif

@@ -25,6 +25,10 @@ __device__ __forceinline__ void bulk_load(void* smem, const void* global, uint32
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(smem_address(smem)), "l"(global), "r"(bytes), "r"(smem_address(bar)) : "memory");
 }
+// global[i] += smem[i], at the L2, `bytes` of floats (a multiple of 16).
+__device__ __forceinline__ void bulk_reduce_add(float* global, const void* smem, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(smem_address(smem)), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most `pending` groups still read their shared memory.
 template <int pending>
@@ -39,6 +43,11 @@ __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy
 // Four 8x8 matrices of 16-bit elements from registers to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// The same, every matrix transposed on its way: lane l gives the address of column l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_trans_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
 // The reverse: element (lane / 4, 2 * (lane % 4)) and the next one of matrix m in r[m].

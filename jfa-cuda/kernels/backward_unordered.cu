@@ -1,0 +1,516 @@
+// Jagged attention backward, Hopper (sm_90a), for long sequences whose sums may be added in any order: dq, dk, dv in one launch, persistent.
+//
+//   item        a tile of 128 keys of one sequence and key/value head, walked over row blocks (q_tile query rows) from the last one down, for
+//               every query head of the group; dk and dv stay in registers. Items come from a queue, tiles of a sequence one after
+//               another, so that whoever reads its rows at the same time finds them in the L2
+//   products    s^T = k q^T, dp^T = v do^T, dv += p^T do, dk += ds^T q, dq^T = k^T ds^T; p^T and ds^T never leave the registers as left
+//               operands, ds goes to shared memory once for dq. lse and delta come from backward_prepare.cu
+//   dq          leaves through shared memory and is added at the L2 in fp32 by the copy engine. Who adds last to a row block, by a counter,
+//               takes the sum and stores dq. A sequence of one tile needs no sum: dq leaves straight from the registers
+//   roles       producer warpgroup: warp 0 takes items and loads; warps 1 and 2 count the additions, each to one half of the row blocks,
+//               and store finished ones. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
+//               the rows (64), hence one barrier between them in a step
+//   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
+//               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
+//   registers   consumers 240, the producer warpgroup 24
+#include "ptx/barrier.cuh"
+#include "ptx/global.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/types.cuh"
+#include "ptx/wgmma.cuh"
+#include "unordered.cuh"
+
+#ifndef JFA_ENTRY
+#define JFA_ENTRY jfa_backward_unordered_128_bf16
+#endif
+
+namespace jfa {
+namespace {
+
+using T = JFA_TYPE;
+
+constexpr int chunks = head_dim / 64;                          // 64-column chunks of 128-byte rows in shared memory
+constexpr int dq_rows = head_dim == 128 ? q_tile : q_tile / 2; // a consumer's share of dq: 64 columns of these rows
+constexpr int threads = 384;
+constexpr int producer_registers = 24, consumer_registers = 240;
+static_assert(128 * (producer_registers + 2 * consumer_registers) <= 65536);
+static_assert(head_dim == 128 || (head_dim == 64 && q_tile == 128));
+
+constexpr int kv_chunk = keys * 128;  // bytes
+constexpr int q_chunk = q_tile * 128;
+constexpr int kv_bytes = chunks * kv_chunk;
+constexpr int q_bytes = chunks * q_chunk;
+constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 keys per consumer
+constexpr int share = 16 * dq_rows * 4;  // bytes of a step's dq that a warp has: 16 columns
+constexpr int k_stages = 2 * kv_bytes + kv_bytes + 4 * q_bytes + 2 * ds_bytes + 8 * share <= 229376 ? 2 : 1;
+constexpr int added_stages = 4;
+static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
+
+enum : int { the_end = 1 };
+struct Tile {
+    int flags;
+    int lo, hi;              // row blocks, walked from hi - 1 down to lo
+    int q_row, o_row, q_len;
+    int kv_row, kv_len, key0;
+    int kv_head;
+    int block;               // row block 0 in a head
+    int whole_lo, whole_hi;  // of these row blocks no mask cuts anything
+};
+
+struct SharedMemory {
+    uint8_t k[k_stages][kv_bytes], v[kv_bytes];
+    uint8_t q[2][q_bytes], d_o[2][q_bytes];
+    uint8_t ds[2][ds_bytes];
+    uint8_t leaving[8][share];  // of a warp: its share of a step's dq as it lies in the registers; at the end of a tile its rows of dv and dk
+    float lse[2][q_tile];       // -lse * log2(e), -inf: p is 0; at place_of(row)
+    float delta[2][q_tile];     // -delta, likewise
+    Tile tile[2];
+    uint64_t tile_full[2], tile_empty[2];
+    uint64_t k_full[k_stages], k_empty[k_stages], v_full, v_empty;
+    uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2];
+    // A step's dq is in the sums; per half, four steps: who stores finished row blocks may be as many behind.
+    uint64_t added_full[2][added_stages], added_empty[2][added_stages];
+};
+static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
+
+__device__ __forceinline__ int stage_of(uint32_t n) { return n & 1; }
+__device__ __forceinline__ uint32_t phase_of(uint32_t n) { return (n >> 1) & 1; }
+__device__ __forceinline__ int k_stage(uint32_t n) { return n % k_stages; }
+__device__ __forceinline__ uint32_t k_phase(uint32_t n) { return n / k_stages & 1; }
+
+// ---------------------------------------------------------------------------------------------------------------- producer
+// The first row block from row x on.
+constexpr int all_blocks = 1 << 25;
+__device__ __forceinline__ int block_from(long long x) { return x <= 0 ? 0 : static_cast<int>(min((x + q_tile - 1) / q_tile, 1ll * all_blocks)); }
+
+__device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, const JfaSequence& s, int sequence, int key0, int kv_head) {
+    const int shift = diagonal_shift(p.mask, s.q_len, s.kv_len), end = min(key0 + keys, s.kv_len);
+    const int row_lo = first_row(p.mask, key0, shift), row_hi = min(s.q_len, end_row(p.mask, end - 1, shift, s.q_len));
+    const bool empty = end <= key0 || row_lo >= row_hi;
+    t.flags = 0;
+    t.lo = empty ? 0 : row_lo / q_tile;
+    t.hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
+    t.q_row = s.q_row, t.o_row = s.o_row, t.q_len = s.q_len;
+    t.kv_row = s.kv_row, t.kv_len = s.kv_len, t.key0 = key0;
+    t.kv_head = kv_head;
+    t.block = first_block(s.o_row, sequence);
+    // Row r sees keys r + shift - left .. r + shift + right.
+    t.whole_hi = p.mask.left < 0 ? all_blocks : block_from(key0 - 1ll * shift + p.mask.left - q_tile + 2);
+    t.whole_lo = s.kv_len < key0 + keys ? all_blocks : p.mask.right < 0 ? 0 : block_from(key0 + keys - 1ll * shift - p.mask.right - 1);
+}
+
+__device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_q, const CUtensorMap* map_k,
+                        const CUtensorMap* map_v, const CUtensorMap* map_do) {
+    const uint32_t items = static_cast<uint32_t>(p.header->backward_units) * static_cast<uint32_t>(p.heads_kv);
+    const auto load = [&](const CUtensorMap* map, uint64_t* barrier, uint8_t* to, int tile_rows, int row, int rows, int head) {
+#pragma unroll
+        for (int x = 0; x < chunks; ++x) ptx::tma_load_rows(map, barrier, to + x * tile_rows * 128, 64 * x, row, max(0, min(tile_rows, rows)), head);
+    };
+    uint32_t tiles = 0, step = 0;
+    uint32_t item = ptx::atomic_add(p.control, 1);
+    for (; item < items; ++tiles) {
+        const JfaUnit unit = p.units[item / p.heads_kv];
+        ptx::mbarrier_wait(&shared.tile_empty[stage_of(tiles)], phase_of(tiles) ^ 1);
+        Tile& t = shared.tile[stage_of(tiles)];
+        fill_tile(t, p, p.sequences[unit.sequence], unit.sequence, max(0, unit.first), item % p.heads_kv);
+        ptx::mbarrier_arrive(&shared.tile_full[stage_of(tiles)]);
+        bool first = true, drawn = false;
+#pragma unroll 1
+        for (int member = 0; member < p.group; ++member) {
+            const int head = t.kv_head * p.group + member;
+#pragma unroll 1
+            for (int i = t.hi - 1; i >= t.lo; --i, ++step) {
+                const int stage = stage_of(step), row = i * q_tile, rows = t.q_len - row;
+                const uint32_t free = phase_of(step) ^ 1;
+                const char* starts = block_at(p.partial, head * p.blocks + t.block + i) + sums_bytes;
+                ptx::mbarrier_wait(&shared.q_empty[stage], free);
+                ptx::mbarrier_arrive_expect_tx(&shared.q_full[stage], q_bytes + sizeof(shared.lse[0]));
+                ptx::bulk_load(shared.lse[stage], starts, sizeof(shared.lse[0]), &shared.q_full[stage]);
+                load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, t.q_row + row, rows, head);
+                if (first) {
+                    ptx::mbarrier_wait(&shared.k_empty[k_stage(tiles)], k_phase(tiles) ^ 1);
+                    ptx::mbarrier_arrive_expect_tx(&shared.k_full[k_stage(tiles)], kv_bytes);
+                    load(map_k, &shared.k_full[k_stage(tiles)], shared.k[k_stage(tiles)], keys, t.kv_row + t.key0, t.kv_len - t.key0, t.kv_head);
+                }
+                ptx::mbarrier_wait(&shared.do_empty[stage], free);
+                ptx::mbarrier_arrive_expect_tx(&shared.do_full[stage], q_bytes + sizeof(shared.delta[0]));
+                ptx::bulk_load(shared.delta[stage], starts + sizeof(shared.lse[0]), sizeof(shared.delta[0]), &shared.do_full[stage]);
+                load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, t.o_row + row, rows, head);
+                if (first) {
+                    ptx::mbarrier_wait(&shared.v_empty, (tiles & 1) ^ 1);
+                    ptx::mbarrier_arrive_expect_tx(&shared.v_full, kv_bytes);
+                    load(map_v, &shared.v_full, shared.v, keys, t.kv_row + t.key0, t.kv_len - t.key0, t.kv_head);
+                    first = false;
+                }
+                // Not before the last steps: what is drawn early waits behind this tile while others have nothing to do.
+                if (!drawn && member == p.group - 1 && i <= t.lo + 1) item = ptx::atomic_add(p.control, 1), drawn = true;
+            }
+        }
+        // A tile that no row sees has no steps, but its turn of k and v.
+        if (first) {
+            ptx::mbarrier_wait(&shared.k_empty[k_stage(tiles)], k_phase(tiles) ^ 1);
+            ptx::mbarrier_arrive(&shared.k_full[k_stage(tiles)]);
+            ptx::mbarrier_wait(&shared.v_empty, (tiles & 1) ^ 1);
+            ptx::mbarrier_arrive(&shared.v_full);
+        }
+        if (!drawn) item = ptx::atomic_add(p.control, 1);
+    }
+    ptx::mbarrier_wait(&shared.tile_empty[stage_of(tiles)], phase_of(tiles) ^ 1);
+    shared.tile[stage_of(tiles)].flags = the_end;
+    ptx::mbarrier_arrive(&shared.tile_full[stage_of(tiles)]);
+}
+
+// ------------------------------------------------------------------------------------------------------------------- dq
+// Stores 16 columns of 8 rows of dq^T, scaled, in its own type. `f`: columns lane / 4 (x, y) and lane / 4 + 8 (z, w) of rows 2 * (lane % 4) (x, z)
+// and the next one (y, w). Lanes 4 apart swap rows, so that each has two neighbouring columns of one.
+__device__ __forceinline__ void store_columns(char* base, long long row_bytes, int row0, int rows, int column0, int columns, float4 f, float scale) {
+    const int lane = ptx::lane_id();
+    const bool odd = lane & 4;
+    const float low = __shfl_xor_sync(~0u, odd ? f.x : f.y, 4), high = __shfl_xor_sync(~0u, odd ? f.z : f.w, 4);
+    const int row = row0 + 2 * (lane % 4) + odd, column = column0 + lane / 8 * 2;
+    const uint32_t a = odd ? ptx::pack<T>(low * scale, f.y * scale) : ptx::pack<T>(f.x * scale, low * scale);
+    const uint32_t b = odd ? ptx::pack<T>(high * scale, f.w * scale) : ptx::pack<T>(f.z * scale, high * scale);
+    char* to = base + row * row_bytes + column * 2;
+    if (row < rows && column < columns) *reinterpret_cast<uint32_t*>(to) = a;
+    if (row < rows && column + 8 < columns) *reinterpret_cast<uint32_t*>(to + 16) = b;
+}
+
+// Dq of a row block begins here; rows of it that there are.
+struct QueryRows {
+    char* base;
+    int rows;
+};
+__device__ __forceinline__ QueryRows query_rows(const JfaBackwardParams& p, const Tile& t, int head, int block) {
+    const int row = t.q_row + block * q_tile;
+    return {static_cast<char*>(p.dq) + row * p.dq_row_bytes + head * p.dq_head_bytes, min(t.q_len, p.o_rows - t.q_row) - block * q_tile};
+}
+
+// Counts what has been added to one half of every row block; stores the half where nothing more comes.
+__device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p, int half) {
+    const int lane = ptx::lane_id();
+    uint32_t steps = 0;
+    for (uint32_t tiles = 0;; ++tiles) {
+        ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
+        const Tile& t = shared.tile[stage_of(tiles)];
+        if (t.flags & the_end) return;
+        if (t.kv_len > keys) {
+#pragma unroll 1
+            for (int member = 0; member < p.group; ++member) {
+                const int head = t.kv_head * p.group + member;
+#pragma unroll 1
+                for (int i = t.hi - 1; i >= t.lo; --i, ++steps) {
+                    const TileRange all = tiles_of_block(p.mask, t.q_len, t.kv_len, i);
+                    const int block = head * p.blocks + t.block + i;
+                    ptx::mbarrier_wait(&shared.added_full[half][steps % added_stages], steps / added_stages & 1);
+                    __syncwarp();
+                    int before = 0;
+                    if (lane == 0) {
+                        ptx::mbarrier_arrive(&shared.added_empty[half][steps % added_stages]);
+                        before = ptx::atomic_add_ordered(p.control + 32 + 2 * block + half, 1);
+                    }
+                    if (__shfl_sync(~0u, before, 0) + 1 != all.end - all.first) continue;
+                    const float4* sums = reinterpret_cast<const float4*>(block_at(p.partial, block)) + half * (4 * share / 16) + lane;
+                    const QueryRows to = query_rows(p, t, head, i);
+                    const int row0 = head_dim == 128 ? 0 : half * dq_rows, column0 = head_dim == 128 ? 64 * half : 0;
+#pragma unroll 1
+                    for (int x = 0; x < dq_rows / 8; ++x) {
+                        float4 f[4];
+#pragma unroll
+                        for (int w = 0; w < 4; ++w) f[w] = ptx::load_l2(sums + w * (share / 16) + 32 * x);
+#pragma unroll
+                        for (int w = 0; w < 4; ++w)
+                            store_columns(to.base, p.dq_row_bytes, row0 + 8 * x, to.rows, column0 + 16 * w, 8 * p.vectors_qk, f[w], p.scale);
+                    }
+                    // The L2 need not write the sums to memory.
+                    __syncwarp();
+                    for (int n = lane; n < 4 * share / 128; n += 32) ptx::discard_l2(reinterpret_cast<const char*>(sums - lane) + 128 * n);
+                }
+            }
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- consumer
+// Descriptors are broadcast from lane 0, so that the compiler knows them to be uniform.
+__device__ __forceinline__ uint64_t operand(const uint8_t* tile, uint32_t chunk_bytes = 16) {
+    return ptx::matrix_descriptor(__shfl_sync(~0u, ptx::smem_address(tile), 0), chunk_bytes);
+}
+
+// What a lane adds to the address of its eight bytes for stmatrix. Opaque, lest the compiler keep all addresses over the loop and spill them.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+    uint32_t y;
+    asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_dk, const CUtensorMap* map_dv, int me) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4, lane = ptx::lane_id();
+    const int own_row = 64 * me + 16 * warp;       // the warp's 16 rows of k, v, s^T; a thread has two of them
+    const int column = 2 * (lane % 4);
+    uint8_t* const leaving = shared.leaving[4 * me + warp];
+
+    float s[q_tile / 2], dp[q_tile / 2];           // s^T, then p^T; dp^T: 64 keys x q_tile
+    float dk[head_dim / 2], dv[head_dim / 2];      // 64 keys x head_dim
+    float dq[dq_rows / 2];                         // dq^T: 64 columns x dq_rows
+
+    // ---- products
+    // to = 64 rows of a * q_tile rows of b
+    const auto row_products = [&](float(&to)[q_tile / 2], const uint8_t* a_rows, const uint8_t* b_rows) {
+        const uint64_t a = operand(a_rows), b = operand(b_rows);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int x = 0; x < head_dim / 16; ++x)
+            ptx::Wgmma<q_tile, T>::ss(to, ptx::advance(a, x / 4 * kv_chunk + x % 4 * 32), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), x != 0);
+        ptx::wgmma_commit();
+    };
+    // The values of a thread's columns (query rows): of 16 rows four, which are neighbours (place_of).
+    const auto of_columns = [&](float4(&to)[q_tile / 16], const float* values) {
+#pragma unroll
+        for (int x = 0; x < q_tile / 16; ++x) to[x] = ptx::load_shared(values + 16 * x + 2 * column);
+    };
+    // to += fragments (64 keys x q_tile) * rows (q_tile x head_dim)
+    const auto accumulate = [&](float(&to)[head_dim / 2], const uint32_t(&fragments)[q_tile / 16][4], const uint8_t* rows) {
+        const uint64_t b = operand(rows, q_chunk);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int x = 0; x < q_tile / 16; ++x) ptx::Wgmma<head_dim, T, 0, 1>::rs(to, fragments[x], ptx::advance(b, x * 2048), 1);
+        ptx::wgmma_commit();
+    };
+    // dq^T = k^T ds^T
+    const auto query_gradients = [&](int k_of, int stage) {
+        const uint64_t a = operand(shared.k[k_of] + (head_dim == 128 ? me * kv_chunk : 0), kv_chunk);
+        const uint64_t b = operand(shared.ds[stage] + (head_dim == 128 ? 0 : me * dq_rows * 128));
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int x = 0; x < keys / 16; ++x)
+            ptx::Wgmma<dq_rows, T, 1, 0>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), x != 0);
+        ptx::wgmma_commit();
+    };
+    // The share that left last is in the sums.
+    bool leaves = false;
+    uint32_t added = 0;
+    const auto announce = [&] {
+        if (leaves && lane == 0) {
+            ptx::bulk_wait<0>();
+            ptx::mbarrier_wait(&shared.added_empty[me][added % added_stages], (added / added_stages & 1) ^ 1);
+            ptx::mbarrier_arrive(&shared.added_full[me][added % added_stages]);
+            ++added;
+        }
+        leaves = false;
+        __syncwarp();
+    };
+
+    uint32_t step = 0;
+    for (uint32_t tiles = 0;; ++tiles) {
+        ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
+        const Tile& t = shared.tile[stage_of(tiles)];
+        const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
+        if (uniform(t.flags) & the_end) break;
+        const int lo = uniform(t.lo), hi = uniform(t.hi), k_of = k_stage(tiles);
+#pragma unroll
+        for (int x = 0; x < head_dim / 2; ++x) dk[x] = dv[x] = 0.0f;
+        ptx::mbarrier_wait(&shared.k_full[k_of], k_phase(tiles));
+        int member = 0, block = hi - 1;
+#pragma unroll 1
+        for (int left = (hi - lo) * p.group; left > 0; --left, ++step) {
+            const int stage = stage_of(step);
+            uint32_t p_fragments[q_tile / 16][4], ds_fragments[q_tile / 16][4];
+
+            ptx::mbarrier_wait(&shared.q_full[stage], phase_of(step));
+            row_products(s, shared.k[k_of] + me * 64 * 128, shared.q[stage]);
+            ptx::mbarrier_wait(&shared.v_full, tiles & 1);
+            ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
+            row_products(dp, shared.v + me * 64 * 128, shared.d_o[stage]);
+            float4 of_rows[q_tile / 16];
+            of_columns(of_rows, shared.lse[stage]);
+
+            // p^T = exp2(s^T * scale - lse), at most 1
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_hold(s);
+#pragma unroll
+            for (int x = 0; x < q_tile / 16; ++x) {
+                const auto probability = [&](float& value, float lse) { value = ptx::exp2_approx(ptx::min_nan(fmaf(value, p.scale_log2, lse), 0.0f)); };
+                const float4 l = of_rows[x];
+                probability(s[8 * x], l.x), probability(s[8 * x + 1], l.y), probability(s[8 * x + 2], l.x), probability(s[8 * x + 3], l.y);
+                probability(s[8 * x + 4], l.z), probability(s[8 * x + 5], l.w), probability(s[8 * x + 6], l.z), probability(s[8 * x + 7], l.w);
+            }
+            if (block < t.whole_lo || block >= t.whole_hi) {
+                const int q0 = block * q_tile, shift = diagonal_shift(p.mask, t.q_len, t.kv_len);
+                const auto mask_row = [&](int key, int half) {
+                    const int from = key < t.kv_len ? first_row(p.mask, key, shift) - q0 - column : 1 << 20;
+                    const int to = end_row(p.mask, key, shift, 0x7FFFFFFF) - q0 - column;
+#pragma unroll
+                    for (int x = 0; x < q_tile / 8; ++x)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            float& value = s[4 * x + 2 * half + e];
+                            value = 8 * x + e >= from && 8 * x + e < to ? value : 0.0f;
+                        }
+                };
+                mask_row(t.key0 + own_row + lane / 4, 0);
+                mask_row(t.key0 + own_row + lane / 4 + 8, 1);
+            }
+#pragma unroll
+            for (int x = 0; x < q_tile / 16; ++x)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) p_fragments[x][r] = ptx::pack<T>(s[8 * x + 2 * r], s[8 * x + 2 * r + 1]);
+
+            // dv += p^T do; behind it ds^T = p^T (dp^T - delta), and ds to shared memory
+            accumulate(dv, p_fragments, shared.d_o[stage]);
+            of_columns(of_rows, shared.delta[stage]);
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_hold(dp);
+            if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
+#pragma unroll
+            for (int x = 0; x < q_tile / 16; ++x) {
+                // p as it entered dv, in 16 bits: holding it in fp32 until here would cost registers that are not there.
+                const auto gradient = [&](int r, float d0, float d1) {
+                    const float2 a = ptx::unpack<T>(p_fragments[x][r]);
+                    ds_fragments[x][r] = ptx::pack<T>(a.x * (dp[8 * x + 2 * r] + d0), a.y * (dp[8 * x + 2 * r + 1] + d1));
+                };
+                const float4 d = of_rows[x];
+                gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
+            }
+            // Both consumers have multiplied what was here two steps ago: they have met since.
+            const uint32_t own_place = ptx::smem_address(shared.ds[stage]) + me * q_chunk +
+                                       opaque((lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2 ^ lane % 8) << 4));
+#pragma unroll
+            for (int x = 0; x < q_tile / 16; ++x)
+                ptx::stmatrix_trans_x4(own_place + x * 2048, ds_fragments[x][0], ds_fragments[x][1], ds_fragments[x][2], ds_fragments[x][3]);
+            ptx::fence_async_shared();
+            ptx::named_barrier_sync(1, 256);  // ds is complete
+
+            query_gradients(k_of, stage);
+            accumulate(dk, ds_fragments, shared.q[stage]);
+            announce();
+            ptx::wgmma_wait<2>();  // dv
+            if (lane == 0) ptx::mbarrier_arrive(&shared.do_empty[stage]);
+            ptx::wgmma_wait<1>();  // dq
+            ptx::wgmma_hold(dq);
+            if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.k_empty[k_of]);
+
+            const int head = t.kv_head * p.group + member;
+            if (t.kv_len > keys) {
+                float4* const own = reinterpret_cast<float4*>(leaving) + lane;
+#pragma unroll
+                for (int x = 0; x < dq_rows / 8; ++x) own[32 * x] = float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]};
+                ptx::fence_async_shared();
+                __syncwarp();
+                if (lane == 0) {
+                    char* const sums = block_at(p.partial, head * p.blocks + t.block + block) + (4 * me + warp) * share;
+                    ptx::bulk_reduce_add(reinterpret_cast<float*>(sums), leaving, share);
+                    ptx::bulk_commit();
+                }
+                leaves = true;
+            } else {
+                const QueryRows to = query_rows(p, t, head, block);
+#pragma unroll
+                for (int x = 0; x < dq_rows / 8; ++x)
+                    store_columns(to.base, p.dq_row_bytes, (head_dim == 128 ? 0 : me * dq_rows) + 8 * x, to.rows, (head_dim == 128 ? 64 * me : 0) + 16 * warp,
+                                  8 * p.vectors_qk, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
+            }
+            ptx::wgmma_wait<0>();  // dk
+            if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
+            if (--block < lo) block = hi - 1, ++member;
+        }
+        ptx::wgmma_hold(dk);
+        ptx::wgmma_hold(dv);
+        if (hi == lo && lane == 0) {
+            ptx::mbarrier_wait(&shared.v_full, tiles & 1);
+            ptx::mbarrier_arrive(&shared.k_empty[k_of]);
+            ptx::mbarrier_arrive(&shared.v_empty);
+        }
+
+        // dk and dv leave, 16 rows of each, through what dq left through.
+        announce();
+        const int rows = min(16, t.kv_len - t.key0 - own_row), row = t.kv_row + t.key0 + own_row;
+        const auto leave = [&](const CUtensorMap* map, const float(&from)[head_dim / 2], float factor) {
+            if (lane == 0) ptx::bulk_wait_read<0>();
+            __syncwarp();
+            const uint32_t own_place = ptx::smem_address(leaving) + lane % 16 * 128;
+#pragma unroll
+            for (int x = 0; x < head_dim / 8; x += 2)
+                ptx::stmatrix_x4(own_place + x / 8 * 2048 + ((x % 8 + lane / 16 ^ lane % 8) << 4), ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
+                                 ptx::pack<T>(from[4 * x + 2] * factor, from[4 * x + 3] * factor),
+                                 ptx::pack<T>(from[4 * x + 4] * factor, from[4 * x + 5] * factor),
+                                 ptx::pack<T>(from[4 * x + 6] * factor, from[4 * x + 7] * factor));
+            ptx::fence_async_shared();
+            __syncwarp();
+            if (lane == 0 && rows > 0) {
+#pragma unroll
+                for (int x = 0; x < chunks; ++x) ptx::tma_store_rows(map, leaving + x * 2048, 64 * x, row, rows, t.kv_head);
+                ptx::bulk_commit();
+            }
+        };
+        leave(map_dv, dv, 1.0f);
+        leave(map_dk, dk, p.scale);
+        if (lane == 0) {
+            ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
+            ptx::bulk_wait_read<0>();
+        }
+        __syncwarp();
+    }
+    if (lane == 0) ptx::bulk_wait<0>();
+}
+
+}  // namespace
+
+// Read by the build from the cubin: one source of truth for the launch.
+extern "C" __constant__ unsigned jfa_dynamic_shared = sizeof(SharedMemory);
+extern "C" __constant__ unsigned jfa_unit_rows = keys;  // keys of a unit
+extern "C" __constant__ unsigned jfa_q_tile = q_tile;
+
+extern "C" __global__ void __launch_bounds__(threads, 1)
+JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
+          const __grid_constant__ CUtensorMap map_do, const __grid_constant__ CUtensorMap map_dk, const __grid_constant__ CUtensorMap map_dv,
+          const __grid_constant__ JfaBackwardParams p) {
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    SharedMemory& shared = *reinterpret_cast<SharedMemory*>(dynamic_shared);
+    // Broadcast, so that the compiler knows the roles to be uniform.
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * added_stages; ++i) {
+            ptx::mbarrier_init(&shared.added_full[0][0] + i, 4);
+            ptx::mbarrier_init(&shared.added_empty[0][0] + i, 1);
+        }
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(&shared.tile_full[i], 1);
+            ptx::mbarrier_init(&shared.tile_empty[i], 8 + 2);
+            ptx::mbarrier_init(&shared.q_full[i], 1);
+            ptx::mbarrier_init(&shared.do_full[i], 1);
+            ptx::mbarrier_init(&shared.q_empty[i], 8);
+            ptx::mbarrier_init(&shared.do_empty[i], 8);
+        }
+        for (int i = 0; i < k_stages; ++i) {
+            ptx::mbarrier_init(&shared.k_full[i], 1);
+            ptx::mbarrier_init(&shared.k_empty[i], 8);
+        }
+        ptx::mbarrier_init(&shared.v_full, 1);
+        ptx::mbarrier_init(&shared.v_empty, 8);
+        ptx::mbarrier_init_fence();
+        ptx::tma_prefetch_map(&map_q);
+        ptx::tma_prefetch_map(&map_k);
+        ptx::tma_prefetch_map(&map_v);
+        ptx::tma_prefetch_map(&map_do);
+        ptx::tma_prefetch_map(&map_dk);
+        ptx::tma_prefetch_map(&map_dv);
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        ptx::registers_release<producer_registers>();
+        if (warp == 0) {
+            if (ptx::elect_one()) produce(shared, p, &map_q, &map_k, &map_v, &map_do);
+        } else if (warp <= 2) {
+            finish_query_gradients(shared, p, warp - 1);
+        }
+    } else {
+        ptx::registers_acquire<consumer_registers>();
+        consume(shared, p, &map_dk, &map_dv, warpgroup - 1);
+    }
+}
+
+}  // namespace jfa
