@@ -38,6 +38,7 @@ pub fn all(axes: &Axes, caps: &Capabilities) -> Vec<Case> {
     for &dtype in &axes.dtypes {
         let mut c = Collector { cases: &mut cases, dtype };
         lengths(&mut c, dtype, axes.dim);
+        roomy(&mut c, dtype, axes.dim, caps);
         dimensions(&mut c, dtype, axes.dim, caps);
         masks(&mut c, dtype, axes.dim);
         biases(&mut c, dtype, axes.dim);
@@ -87,6 +88,59 @@ fn lengths(c: &mut Collector, dtype: DType, dim: i64) {
     for (name, scale) in [("zero", 0.0), ("negative", -0.3), ("one", 1.0), ("small", 0.01)] {
         let s = Scenario::new(dtype, dim, &some).with(|s| s.scale = Some(scale));
         c.conform("7", name == "zero" || name == "negative", &format!("scale/{name}"), s);
+    }
+}
+
+/// Capacities that promise long sequences, a gradient that need not be reproducible: backends may take kernels of their own then,
+/// which must be right for whatever comes instead.
+fn roomy(c: &mut Collector, dtype: DType, dim: i64, caps: &Capabilities) {
+    // A mean of 2,048 rows, whatever the lengths.
+    let room = |s: Scenario| s.with(|s| s.placement.tail += 2048 * (s.q_lens.len() as i64 + s.placement.spare_batch));
+    let mut conform = |quick: bool, name: &str, s: Scenario| c.conform("2-3", quick, &format!("room/{name}"), room(s));
+    let masked = |s: Scenario, mask: Mask| s.with(|s| s.mask = mask);
+    let gqa = |s: Scenario| s.with(|s| (s.heads_q, s.heads_kv) = (4, 2));
+    let window = |left, right, alignment| Mask::Window { left: Some(left), right: Some(right), alignment };
+
+    conform(true, "lengths", Scenario::new(dtype, dim, &LENGTHS));
+    // Few rows under many keys; rows without keys and keys without rows beside them.
+    let few = Scenario::cross(dtype, dim, &[3, 0, 66, 1], &[520, 300, 0, 129]);
+    conform(true, "few-rows-many-keys", few.clone());
+    conform(false, "few-rows-many-keys-gqa", masked(gqa(few.clone()), Mask::Causal(Alignment::BottomRight)));
+    conform(false, "few-keys-many-rows", Scenario::cross(dtype, dim, &[520, 300, 0, 129], &[3, 0, 66, 1]));
+    let (rows, keys): (Vec<i64>, Vec<i64>) = (0..24).map(|b| (1 + b % 3, [520, 700, 300][b as usize % 3])).unzip();
+    conform(false, "few-rows-many-keys-often", Scenario::cross(dtype, dim, &rows, &keys));
+
+    let long = Scenario::new(dtype, dim, &[700, 3, 450]);
+    conform(false, "long", long.clone());
+    conform(false, "long-mqa", long.clone().with(|s| (s.heads_q, s.heads_kv) = (3, 1)));
+    conform(false, "long-gaps", long.clone().with(|s| s.placement = Placement::LOOSE));
+    conform(false, "long-fused-qkv", long.clone().with(|s| s.placement.strides = Strides::Fused));
+    conform(false, "long-zero_unused_rows", long.clone().with(|s| s.zero_unused_rows = true));
+    conform(false, "long-huge-score", long.clone().with(|s| s.data = Data::OneHuge(1e4)));
+    for (name, scale) in [("zero", 0.0), ("negative", -0.3)] {
+        conform(false, &format!("long-scale-{name}"), long.clone().with(|s| s.scale = Some(scale)));
+    }
+    let oblong = Scenario::cross(dtype, dim, &[300, 90, 65, 400], &[410, 260, 300, 129]);
+    for alignment in [Alignment::TopLeft, Alignment::BottomRight] {
+        let causal = masked(long.clone(), Mask::Causal(alignment));
+        conform(false, &format!("long-causal-{alignment}"), causal);
+        let quick = alignment == Alignment::BottomRight;
+        conform(quick, &format!("causal-gqa-{alignment}"), masked(gqa(oblong.clone()), Mask::Causal(alignment)));
+        for (left, right) in [(0, 0), (150, 40), (5, 300)] {
+            let s = masked(oblong.clone(), window(left, right, alignment));
+            conform(false, &format!("window-{left}-{right}-{alignment}"), s);
+        }
+    }
+    let blind = Scenario::cross(dtype, dim, &[600, 400], &[200, 20]);
+    conform(false, "rows-that-see-nothing", masked(blind.clone(), Mask::Causal(Alignment::BottomRight)));
+    conform(false, "window-past-the-keys", masked(blind, window(5, 0, Alignment::TopLeft)));
+
+    let dims = [(32, 32), (48, 48), (64, 64), (96, 96), (128, 128), (64, 128), (128, 40)];
+    for (d, dv) in dims.into_iter().filter(|(d, dv)| (*d, *dv) != (dim, dim) && (d == dv || caps.unequal_head_dims)) {
+        let s = Scenario::cross(dtype, d, &[129, 70, 0, 200], &[300, 0, 20, 200]).with(|s| s.head_dim_v = dv);
+        conform((d, dv) == (128, 128), &format!("head_dim-{d}-{dv}"), s.clone());
+        let causal = Mask::Causal(Alignment::BottomRight);
+        conform(false, &format!("head_dim-{d}-{dv}-causal"), masked(s, causal));
     }
 }
 
