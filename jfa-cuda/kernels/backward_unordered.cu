@@ -7,8 +7,8 @@
 //               operands, ds goes to shared memory once for dq. lse and delta come from backward_prepare.cu
 //   dq          leaves through shared memory and is added at the L2 in fp32 by the copy engine. Who adds last to a row block, by a counter,
 //               takes the sum and stores dq. A sequence of one tile needs no sum: dq leaves straight from the registers
-//   roles       producer warpgroup: warp 0 takes items and loads; warps 1 and 2 count the additions, each to one half of the row blocks,
-//               and store finished ones. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
+//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 counts additions; warps 2 and 3 store finished row blocks, a
+//               half each, from a list: a sequence's last tile finishes all of them, others none. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
 //               the rows (64), hence one barrier between them in a step
 //   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
 //               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
@@ -44,6 +44,7 @@ constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 key
 constexpr int share = 16 * dq_rows * 4;  // bytes of a step's dq that a warp has: 16 columns
 constexpr int k_stages = 2 * kv_bytes + kv_bytes + 4 * q_bytes + 2 * ds_bytes + 8 * share <= 229376 ? 2 : 1;
 constexpr int added_stages = 4;
+constexpr int finished_stages = 16;
 static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
 
 enum : int { the_end = 1 };
@@ -57,6 +58,12 @@ struct Tile {
     int whole_lo, whole_hi;  // of these row blocks no mask cuts anything
 };
 
+// A row block of which nothing more comes.
+struct Finished {
+    int block;  // among all; -1: the end
+    int head, q_row, rows;
+};
+
 struct SharedMemory {
     uint8_t k[k_stages][kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
@@ -68,8 +75,9 @@ struct SharedMemory {
     uint64_t tile_full[2], tile_empty[2];
     uint64_t k_full[k_stages], k_empty[k_stages], v_full, v_empty;
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2];
-    // A step's dq is in the sums; per half, four steps: who stores finished row blocks may be as many behind.
-    uint64_t added_full[2][added_stages], added_empty[2][added_stages];
+    Finished finished[finished_stages];
+    uint64_t added_full[added_stages], added_empty[added_stages];  // a step's dq is in the sums
+    uint64_t finished_full[finished_stages], finished_empty[finished_stages];
 };
 static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
 
@@ -161,38 +169,43 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
 }
 
 // ------------------------------------------------------------------------------------------------------------------- dq
-// Stores 16 columns of 8 rows of dq^T, scaled, in its own type. `f`: columns lane / 4 (x, y) and lane / 4 + 8 (z, w) of rows 2 * (lane % 4) (x, z)
-// and the next one (y, w). Lanes 4 apart swap rows, so that each has two neighbouring columns of one.
-__device__ __forceinline__ void store_columns(char* base, long long row_bytes, int row0, int rows, int column0, int columns, float4 f, float scale) {
-    const int lane = ptx::lane_id();
-    const bool odd = lane & 4;
+// Where a lane stores what it has of 16 columns of 8 rows of dq^T, and how much of it there is.
+struct Place {
+    char* to;
+    int rows, columns;  // from its row and its first column on
+};
+__device__ __forceinline__ Place place_in(const JfaBackwardParams& p, int q_row, int head, int rows, int column0) {
+    const int lane = ptx::lane_id(), row = 2 * (lane % 4) + lane / 4 % 2, column = column0 + lane / 8 * 2;
+    return {static_cast<char*>(p.dq) + (q_row + row) * p.dq_row_bytes + head * p.dq_head_bytes + column * 2, rows - row, 8 * p.vectors_qk - column};
+}
+// `f`: columns lane / 4 (x, y) and lane / 4 + 8 (z, w) of rows 2 * (lane % 4) (x, z) and the next one (y, w). Lanes 4 apart swap rows, so
+// that each has two neighbouring columns of one. Rows and columns: `row`, `column` past the place's.
+__device__ __forceinline__ void store_columns(const Place& place, long long row_bytes, int row, int column, float4 f, float scale) {
+    const bool odd = ptx::lane_id() & 4;
     const float low = __shfl_xor_sync(~0u, odd ? f.x : f.y, 4), high = __shfl_xor_sync(~0u, odd ? f.z : f.w, 4);
-    const int row = row0 + 2 * (lane % 4) + odd, column = column0 + lane / 8 * 2;
     const uint32_t a = odd ? ptx::pack<T>(low * scale, f.y * scale) : ptx::pack<T>(f.x * scale, low * scale);
     const uint32_t b = odd ? ptx::pack<T>(high * scale, f.w * scale) : ptx::pack<T>(f.z * scale, high * scale);
-    char* to = base + row * row_bytes + column * 2;
-    if (row < rows && column < columns) *reinterpret_cast<uint32_t*>(to) = a;
-    if (row < rows && column + 8 < columns) *reinterpret_cast<uint32_t*>(to + 16) = b;
+    char* const to = place.to + row * row_bytes + column * 2;
+    if (row < place.rows && column < place.columns) *reinterpret_cast<uint32_t*>(to) = a;
+    if (row < place.rows && column + 8 < place.columns) *reinterpret_cast<uint32_t*>(to + 16) = b;
 }
 
-// Dq of a row block begins here; rows of it that there are.
-struct QueryRows {
-    char* base;
-    int rows;
-};
-__device__ __forceinline__ QueryRows query_rows(const JfaBackwardParams& p, const Tile& t, int head, int block) {
-    const int row = t.q_row + block * q_tile;
-    return {static_cast<char*>(p.dq) + row * p.dq_row_bytes + head * p.dq_head_bytes, min(t.q_len, p.o_rows - t.q_row) - block * q_tile};
-}
-
-// Counts what has been added to one half of every row block; stores the half where nothing more comes.
-__device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p, int half) {
+// Counts what has been added to every row block of the CTA's steps; lists those to which nothing more comes.
+__device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p) {
     const int lane = ptx::lane_id();
-    uint32_t steps = 0;
+    uint32_t steps = 0, listed = 0;
+    const auto list = [&](const Finished& f) {
+        if (lane == 0) {
+            ptx::mbarrier_wait(&shared.finished_empty[listed % finished_stages], (listed / finished_stages & 1) ^ 1);
+            shared.finished[listed % finished_stages] = f;
+            ptx::mbarrier_arrive(&shared.finished_full[listed % finished_stages]);
+        }
+        ++listed;
+    };
     for (uint32_t tiles = 0;; ++tiles) {
         ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
         const Tile& t = shared.tile[stage_of(tiles)];
-        if (t.flags & the_end) return;
+        if (t.flags & the_end) break;
         if (t.kv_len > keys) {
 #pragma unroll 1
             for (int member = 0; member < p.group; ++member) {
@@ -200,35 +213,49 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
 #pragma unroll 1
                 for (int i = t.hi - 1; i >= t.lo; --i, ++steps) {
                     const TileRange all = tiles_of_block(p.mask, t.q_len, t.kv_len, i);
-                    const int block = head * p.blocks + t.block + i;
-                    ptx::mbarrier_wait(&shared.added_full[half][steps % added_stages], steps / added_stages & 1);
-                    __syncwarp();
+                    const int block = head * p.blocks + t.block + i, row = t.q_row + i * q_tile;
+                    ptx::mbarrier_wait(&shared.added_full[steps % added_stages], steps / added_stages & 1);
                     int before = 0;
                     if (lane == 0) {
-                        ptx::mbarrier_arrive(&shared.added_empty[half][steps % added_stages]);
-                        before = ptx::atomic_add_ordered(p.control + 32 + 2 * block + half, 1);
+                        ptx::mbarrier_arrive(&shared.added_empty[steps % added_stages]);
+                        before = ptx::atomic_add_ordered(p.control + 32 + block, 1);
                     }
-                    if (__shfl_sync(~0u, before, 0) + 1 != all.end - all.first) continue;
-                    const float4* sums = reinterpret_cast<const float4*>(block_at(p.partial, block)) + half * (4 * share / 16) + lane;
-                    const QueryRows to = query_rows(p, t, head, i);
-                    const int row0 = head_dim == 128 ? 0 : half * dq_rows, column0 = head_dim == 128 ? 64 * half : 0;
-#pragma unroll 1
-                    for (int x = 0; x < dq_rows / 8; ++x) {
-                        float4 f[4];
-#pragma unroll
-                        for (int w = 0; w < 4; ++w) f[w] = ptx::load_l2(sums + w * (share / 16) + 32 * x);
-#pragma unroll
-                        for (int w = 0; w < 4; ++w)
-                            store_columns(to.base, p.dq_row_bytes, row0 + 8 * x, to.rows, column0 + 16 * w, 8 * p.vectors_qk, f[w], p.scale);
-                    }
-                    // The L2 need not write the sums to memory.
-                    __syncwarp();
-                    for (int n = lane; n < 4 * share / 128; n += 32) ptx::discard_l2(reinterpret_cast<const char*>(sums - lane) + 128 * n);
+                    if (__shfl_sync(~0u, before, 0) + 1 == all.end - all.first)
+                        list({block, head, row, min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile)});
                 }
             }
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
+    }
+    list({-1, 0, 0, 0});
+}
+
+// Stores one half of every row block listed.
+__device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p, int half) {
+    const int lane = ptx::lane_id();
+    for (uint32_t n = 0;; ++n) {
+        const int stage = n % finished_stages;
+        ptx::mbarrier_wait(&shared.finished_full[stage], n / finished_stages & 1);
+        const Finished f = shared.finished[stage];
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&shared.finished_empty[stage]);
+        if (f.block < 0) return;
+        const int row0 = head_dim == 128 ? 0 : half * dq_rows, column0 = head_dim == 128 ? 64 * half : 0;
+        const char* sums = block_at(p.partial, f.block) + half * 4 * share + 16 * lane;
+        Place place = place_in(p, f.q_row + row0, f.head, f.rows - row0, column0);
+#pragma unroll 1
+        for (int x = 0; x < dq_rows / 8; ++x, sums += 512) {
+            float4 sum[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) sum[w] = ptx::load_l2(reinterpret_cast<const float4*>(sums + w * share));
+#pragma unroll
+            for (int w = 0; w < 4; ++w) store_columns(place, 0, 0, 16 * w, sum[w], p.scale);
+            place.to += 8 * p.dq_row_bytes, place.rows -= 8;
+        }
+        // The L2 need not write the sums to memory.
+        __syncwarp();
+        for (int x = lane; x < 4 * share / 128; x += 32) ptx::discard_l2(block_at(p.partial, f.block) + half * 4 * share + 128 * x);
     }
 }
 
@@ -294,8 +321,8 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
     const auto announce = [&] {
         if (leaves && lane == 0) {
             ptx::bulk_wait<0>();
-            ptx::mbarrier_wait(&shared.added_empty[me][added % added_stages], (added / added_stages & 1) ^ 1);
-            ptx::mbarrier_arrive(&shared.added_full[me][added % added_stages]);
+            ptx::mbarrier_wait(&shared.added_empty[added % added_stages], (added / added_stages & 1) ^ 1);
+            ptx::mbarrier_arrive(&shared.added_full[added % added_stages]);
             ++added;
         }
         leaves = false;
@@ -308,7 +335,10 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         const Tile& t = shared.tile[stage_of(tiles)];
         const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
         if (uniform(t.flags) & the_end) break;
-        const int lo = uniform(t.lo), hi = uniform(t.hi), k_of = k_stage(tiles);
+        // In registers: behind products a load from shared memory takes 300 cycles.
+        const int lo = uniform(t.lo), hi = uniform(t.hi), whole_lo = uniform(t.whole_lo), whole_hi = uniform(t.whole_hi), k_of = k_stage(tiles);
+        const bool alone = uniform(t.kv_len) <= keys;
+        int row_block0 = uniform(t.kv_head) * p.group * p.blocks + uniform(t.block);
 #pragma unroll
         for (int x = 0; x < head_dim / 2; ++x) dk[x] = dv[x] = 0.0f;
         ptx::mbarrier_wait(&shared.k_full[k_of], k_phase(tiles));
@@ -319,12 +349,12 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             uint32_t p_fragments[q_tile / 16][4], ds_fragments[q_tile / 16][4];
 
             ptx::mbarrier_wait(&shared.q_full[stage], phase_of(step));
+            float4 of_rows[q_tile / 16];
+            of_columns(of_rows, shared.lse[stage]);
             row_products(s, shared.k[k_of] + me * 64 * 128, shared.q[stage]);
             ptx::mbarrier_wait(&shared.v_full, tiles & 1);
             ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
             row_products(dp, shared.v + me * 64 * 128, shared.d_o[stage]);
-            float4 of_rows[q_tile / 16];
-            of_columns(of_rows, shared.lse[stage]);
 
             // p^T = exp2(s^T * scale - lse), at most 1
             ptx::wgmma_wait<1>();
@@ -336,7 +366,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 probability(s[8 * x], l.x), probability(s[8 * x + 1], l.y), probability(s[8 * x + 2], l.x), probability(s[8 * x + 3], l.y);
                 probability(s[8 * x + 4], l.z), probability(s[8 * x + 5], l.w), probability(s[8 * x + 6], l.z), probability(s[8 * x + 7], l.w);
             }
-            if (block < t.whole_lo || block >= t.whole_hi) {
+            if (block < whole_lo || block >= whole_hi) {
                 const int q0 = block * q_tile, shift = diagonal_shift(p.mask, t.q_len, t.kv_len);
                 const auto mask_row = [&](int key, int half) {
                     const int from = key < t.kv_len ? first_row(p.mask, key, shift) - q0 - column : 1 << 20;
@@ -391,29 +421,28 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             ptx::wgmma_hold(dq);
             if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.k_empty[k_of]);
 
-            const int head = t.kv_head * p.group + member;
-            if (t.kv_len > keys) {
+            if (!alone) {
                 float4* const own = reinterpret_cast<float4*>(leaving) + lane;
 #pragma unroll
                 for (int x = 0; x < dq_rows / 8; ++x) own[32 * x] = float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]};
                 ptx::fence_async_shared();
                 __syncwarp();
                 if (lane == 0) {
-                    char* const sums = block_at(p.partial, head * p.blocks + t.block + block) + (4 * me + warp) * share;
-                    ptx::bulk_reduce_add(reinterpret_cast<float*>(sums), leaving, share);
+                    ptx::bulk_reduce_add(reinterpret_cast<float*>(block_at(p.partial, row_block0 + block) + (4 * me + warp) * share), leaving, share);
                     ptx::bulk_commit();
                 }
                 leaves = true;
             } else {
-                const QueryRows to = query_rows(p, t, head, block);
+                const int row = t.q_row + block * q_tile, row0 = head_dim == 128 ? 0 : me * dq_rows;
+                const Place place = place_in(p, row + row0, t.kv_head * p.group + member, min(t.q_len - block * q_tile, p.o_rows - row) - row0,
+                                             (head_dim == 128 ? 64 * me : 0) + 16 * warp);
 #pragma unroll
                 for (int x = 0; x < dq_rows / 8; ++x)
-                    store_columns(to.base, p.dq_row_bytes, (head_dim == 128 ? 0 : me * dq_rows) + 8 * x, to.rows, (head_dim == 128 ? 64 * me : 0) + 16 * warp,
-                                  8 * p.vectors_qk, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
+                    store_columns(place, p.dq_row_bytes, 8 * x, 0, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
             }
             ptx::wgmma_wait<0>();  // dk
             if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
-            if (--block < lo) block = hi - 1, ++member;
+            if (--block < lo) block = hi - 1, ++member, row_block0 += p.blocks;
         }
         ptx::wgmma_hold(dk);
         ptx::wgmma_hold(dv);
@@ -472,13 +501,17 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * added_stages; ++i) {
-            ptx::mbarrier_init(&shared.added_full[0][0] + i, 4);
-            ptx::mbarrier_init(&shared.added_empty[0][0] + i, 1);
+        for (int i = 0; i < added_stages; ++i) {
+            ptx::mbarrier_init(&shared.added_full[i], 8);
+            ptx::mbarrier_init(&shared.added_empty[i], 1);
+        }
+        for (int i = 0; i < finished_stages; ++i) {
+            ptx::mbarrier_init(&shared.finished_full[i], 1);
+            ptx::mbarrier_init(&shared.finished_empty[i], 2);
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(&shared.tile_full[i], 1);
-            ptx::mbarrier_init(&shared.tile_empty[i], 8 + 2);
+            ptx::mbarrier_init(&shared.tile_empty[i], 8 + 1);
             ptx::mbarrier_init(&shared.q_full[i], 1);
             ptx::mbarrier_init(&shared.do_full[i], 1);
             ptx::mbarrier_init(&shared.q_empty[i], 8);
@@ -504,8 +537,10 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
             if (ptx::elect_one()) produce(shared, p, &map_q, &map_k, &map_v, &map_do);
-        } else if (warp <= 2) {
-            finish_query_gradients(shared, p, warp - 1);
+        } else if (warp == 1) {
+            count_additions(shared, p);
+        } else {
+            finish_query_gradients(shared, p, warp - 2);
         }
     } else {
         ptx::registers_acquire<consumer_registers>();
