@@ -1,8 +1,9 @@
 // Jagged attention backward, Hopper (sm_90a), for long sequences whose sums may be added in any order: dq, dk, dv in one launch, persistent.
 //
-//   item        a tile of 128 keys of one sequence and key/value head, walked over row blocks (q_tile query rows) from the last one down, for
-//               every query head of the group; dk and dv stay in registers. Items come from a queue, tiles of a sequence one after
-//               another, so that whoever reads its rows at the same time finds them in the L2
+//   item        a tile of 128 keys of one sequence and key/value head, walked over row blocks (q_tile query rows), for every query head of
+//               the group; dk and dv stay in registers. Items come from a queue, tiles of a sequence one after another, so that whoever
+//               reads its rows at the same time finds them in the L2. Each begins at another row block and goes round, so that they
+//               add to different sums at a time, and each is the last one to add to some
 //   products    s^T = k q^T, dp^T = v do^T, dv += p^T do, dk += ds^T q, dq^T = k^T ds^T; p^T and ds^T never leave the registers as left
 //               operands, ds goes to shared memory once for dq. lse and delta come from backward_prepare.cu
 //   dq          leaves through shared memory and is added at the L2 in fp32 by the copy engine. Who adds last to a row block, by a counter,
@@ -13,6 +14,7 @@
 //   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
 //               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
 //   registers   consumers 240, the producer warpgroup 24
+#include <type_traits>
 #include "ptx/barrier.cuh"
 #include "ptx/global.cuh"
 #include "ptx/tma.cuh"
@@ -43,6 +45,7 @@ constexpr int q_bytes = chunks * q_chunk;
 constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 keys per consumer
 constexpr int share = 16 * dq_rows * 4;  // bytes of a step's dq that a warp has: 16 columns
 constexpr int k_stages = 2 * kv_bytes + kv_bytes + 4 * q_bytes + 2 * ds_bytes + 8 * share <= 229376 ? 2 : 1;
+constexpr bool ahead = q_tile == 64 && head_dim == 128;  // the next step's scores are multiplied behind this step's dq: where registers allow
 constexpr int added_stages = 4;
 constexpr int finished_stages = 16;
 static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
@@ -50,7 +53,7 @@ static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's shar
 enum : int { the_end = 1 };
 struct Tile {
     int flags;
-    int lo, hi;              // row blocks, walked from hi - 1 down to lo
+    int lo, hi, first;       // row blocks, walked from `first` down to lo and then from hi - 1 down
     int q_row, o_row, q_len;
     int kv_row, kv_len, key0;
     int kv_head;
@@ -98,6 +101,7 @@ __device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, c
     t.flags = 0;
     t.lo = empty ? 0 : row_lo / q_tile;
     t.hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
+    t.first = t.hi - 1 - static_cast<int>(static_cast<long long>(t.hi - t.lo) * (key0 / keys) / max(1, (s.kv_len + keys - 1) / keys));
     t.q_row = s.q_row, t.o_row = s.o_row, t.q_len = s.q_len;
     t.kv_row = s.kv_row, t.kv_len = s.kv_len, t.key0 = key0;
     t.kv_head = kv_head;
@@ -126,8 +130,9 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
 #pragma unroll 1
         for (int member = 0; member < p.group; ++member) {
             const int head = t.kv_head * p.group + member;
+            const int blocks = t.hi - t.lo;
 #pragma unroll 1
-            for (int i = t.hi - 1; i >= t.lo; --i, ++step) {
+            for (int n = 0, i = t.first; n < blocks; ++n, ++step, i = i > t.lo ? i - 1 : t.hi - 1) {
                 const int stage = stage_of(step), row = i * q_tile, rows = t.q_len - row;
                 const uint32_t free = phase_of(step) ^ 1;
                 const char* starts = block_at(p.partial, head * p.blocks + t.block + i) + sums_bytes;
@@ -151,7 +156,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                     first = false;
                 }
                 // Not before the last steps: what is drawn early waits behind this tile while others have nothing to do.
-                if (!drawn && member == p.group - 1 && i <= t.lo + 1) item = ptx::atomic_add(p.control, 1), drawn = true;
+                if (!drawn && member == p.group - 1 && n + 2 >= blocks) item = ptx::atomic_add(p.control, 1), drawn = true;
             }
         }
         // A tile that no row sees has no steps, but its turn of k and v.
@@ -206,23 +211,21 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
         ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
         const Tile& t = shared.tile[stage_of(tiles)];
         if (t.flags & the_end) break;
-        if (t.kv_len > keys) {
 #pragma unroll 1
-            for (int member = 0; member < p.group; ++member) {
-                const int head = t.kv_head * p.group + member;
+        for (int member = 0; member < p.group; ++member) {
+            const int head = t.kv_head * p.group + member, blocks = t.hi - t.lo;
 #pragma unroll 1
-                for (int i = t.hi - 1; i >= t.lo; --i, ++steps) {
-                    const TileRange all = tiles_of_block(p.mask, t.q_len, t.kv_len, i);
-                    const int block = head * p.blocks + t.block + i, row = t.q_row + i * q_tile;
-                    ptx::mbarrier_wait(&shared.added_full[steps % added_stages], steps / added_stages & 1);
-                    int before = 0;
-                    if (lane == 0) {
-                        ptx::mbarrier_arrive(&shared.added_empty[steps % added_stages]);
-                        before = ptx::atomic_add_ordered(p.control + 32 + block, 1);
-                    }
-                    if (__shfl_sync(~0u, before, 0) + 1 == all.end - all.first)
-                        list({block, head, row, min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile)});
-                }
+            for (int n = 0, i = t.first; n < blocks; ++n, ++steps, i = i > t.lo ? i - 1 : t.hi - 1) {
+                const TileRange all = tiles_of_block(p.mask, t.q_len, t.kv_len, i);
+                const int block = head * p.blocks + t.block + i, row = t.q_row + i * q_tile;
+                ptx::mbarrier_wait(&shared.added_full[steps % added_stages], steps / added_stages & 1);
+                __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(&shared.added_empty[steps % added_stages]);
+                if (t.kv_len <= keys) continue;  // nothing was added
+                int before = 0;
+                if (lane == 0) before = ptx::atomic_add_ordered(p.control + 32 + block, 1);
+                if (__shfl_sync(~0u, before, 0) + 1 == all.end - all.first)
+                    list({block, head, row, min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile)});
             }
         }
         __syncwarp();
@@ -280,7 +283,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 
     float s[q_tile / 2], dp[q_tile / 2];           // s^T, then p^T; dp^T: 64 keys x q_tile
     float dk[head_dim / 2], dv[head_dim / 2];      // 64 keys x head_dim
-    float dq[dq_rows / 2];                         // dq^T: 64 columns x dq_rows
+    float(&dq)[dq_rows / 2] = reinterpret_cast<float(&)[dq_rows / 2]>(dp);  // dq^T: 64 columns x dq_rows; in registers of its own the products are serialized (C7512)
 
     // ---- products
     // to = 64 rows of a * q_tile rows of b
@@ -315,17 +318,13 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             ptx::Wgmma<dq_rows, T, 1, 0>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), x != 0);
         ptx::wgmma_commit();
     };
-    // The share that left last is in the sums.
-    bool leaves = false;
-    uint32_t added = 0;
-    const auto announce = [&] {
-        if (leaves && lane == 0) {
+    // What left in a step is in the sums.
+    const auto announce = [&](uint32_t n) {
+        if (lane == 0) {
             ptx::bulk_wait<0>();
-            ptx::mbarrier_wait(&shared.added_empty[added % added_stages], (added / added_stages & 1) ^ 1);
-            ptx::mbarrier_arrive(&shared.added_full[added % added_stages]);
-            ++added;
+            ptx::mbarrier_wait(&shared.added_empty[n % added_stages], (n / added_stages & 1) ^ 1);
+            ptx::mbarrier_arrive(&shared.added_full[n % added_stages]);
         }
-        leaves = false;
         __syncwarp();
     };
 
@@ -336,29 +335,43 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
         if (uniform(t.flags) & the_end) break;
         // In registers: behind products a load from shared memory takes 300 cycles.
-        const int lo = uniform(t.lo), hi = uniform(t.hi), whole_lo = uniform(t.whole_lo), whole_hi = uniform(t.whole_hi), k_of = k_stage(tiles);
+        const int lo = uniform(t.lo), hi = uniform(t.hi), first = uniform(t.first), whole_lo = uniform(t.whole_lo), whole_hi = uniform(t.whole_hi), k_of = k_stage(tiles);
         const bool alone = uniform(t.kv_len) <= keys;
-        int row_block0 = uniform(t.kv_head) * p.group * p.blocks + uniform(t.block);
+        int sums = uniform(t.kv_head) * p.group * p.blocks + uniform(t.block) + first;  // the row block's place
 #pragma unroll
         for (int x = 0; x < head_dim / 2; ++x) dk[x] = dv[x] = 0.0f;
         ptx::mbarrier_wait(&shared.k_full[k_of], k_phase(tiles));
-        int member = 0, block = hi - 1;
+        int block = first, left = (hi - lo) * p.group;
+        float4 of_rows[q_tile / 16];
+        const auto scores = [&](uint32_t n) { row_products(s, shared.k[k_of] + me * 64 * 128, shared.q[stage_of(n)]); };
+        if (ahead && left > 0) {
+            ptx::mbarrier_wait(&shared.q_full[stage_of(step)], phase_of(step));
+            of_columns(of_rows, shared.lse[stage_of(step)]);
+            scores(step);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_hold(s);
+        }
+        bool leaves = false;
 #pragma unroll 1
-        for (int left = (hi - lo) * p.group; left > 0; --left, ++step) {
+        for (; left > 0; --left) {
+            const bool next = left > 1;
             const int stage = stage_of(step);
             uint32_t p_fragments[q_tile / 16][4], ds_fragments[q_tile / 16][4];
 
-            ptx::mbarrier_wait(&shared.q_full[stage], phase_of(step));
-            float4 of_rows[q_tile / 16];
-            of_columns(of_rows, shared.lse[stage]);
-            row_products(s, shared.k[k_of] + me * 64 * 128, shared.q[stage]);
+            if (!ahead) {
+                ptx::mbarrier_wait(&shared.q_full[stage], phase_of(step));
+                of_columns(of_rows, shared.lse[stage]);
+                scores(step);
+            }
             ptx::mbarrier_wait(&shared.v_full, tiles & 1);
             ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
             row_products(dp, shared.v + me * 64 * 128, shared.d_o[stage]);
+            if (!ahead) {
+                ptx::wgmma_wait<1>();
+                ptx::wgmma_hold(s);
+            }
 
             // p^T = exp2(s^T * scale - lse), at most 1
-            ptx::wgmma_wait<1>();
-            ptx::wgmma_hold(s);
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x) {
                 const auto probability = [&](float& value, float lse) { value = ptx::exp2_approx(ptx::min_nan(fmaf(value, p.scale_log2, lse), 0.0f)); };
@@ -392,7 +405,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             of_columns(of_rows, shared.delta[stage]);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(dp);
-            if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
+            if (!next && lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x) {
                 // p as it entered dv, in 16 bits: holding it in fp32 until here would cost registers that are not there.
@@ -414,12 +427,14 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 
             query_gradients(k_of, stage);
             accumulate(dk, ds_fragments, shared.q[stage]);
-            announce();
+            if (leaves) announce(step - 1);
+            leaves = true;
+            if (ahead && next) ptx::mbarrier_wait(&shared.q_full[stage ^ 1], phase_of(step + 1));
             ptx::wgmma_wait<2>();  // dv
             if (lane == 0) ptx::mbarrier_arrive(&shared.do_empty[stage]);
-            ptx::wgmma_wait<1>();  // dq
+            if (ahead) scores(step + next);  // of the last step once more, and nobody looks: behind a branch it would serialize all products
+            ptx::wgmma_wait<1 + ahead>();  // dq
             ptx::wgmma_hold(dq);
-            if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.k_empty[k_of]);
 
             if (!alone) {
                 float4* const own = reinterpret_cast<float4*>(leaving) + lane;
@@ -428,21 +443,31 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 ptx::fence_async_shared();
                 __syncwarp();
                 if (lane == 0) {
-                    ptx::bulk_reduce_add(reinterpret_cast<float*>(block_at(p.partial, row_block0 + block) + (4 * me + warp) * share), leaving, share);
+                    ptx::bulk_reduce_add(reinterpret_cast<float*>(block_at(p.partial, sums) + (4 * me + warp) * share), leaving, share);
                     ptx::bulk_commit();
                 }
-                leaves = true;
             } else {
                 const int row = t.q_row + block * q_tile, row0 = head_dim == 128 ? 0 : me * dq_rows;
-                const Place place = place_in(p, row + row0, t.kv_head * p.group + member, min(t.q_len - block * q_tile, p.o_rows - row) - row0,
+                const int head = t.kv_head * p.group + p.group - 1 - (left - 1) / (hi - lo);
+                const Place place = place_in(p, row + row0, head, min(t.q_len - block * q_tile, p.o_rows - row) - row0,
                                              (head_dim == 128 ? 64 * me : 0) + 16 * warp);
 #pragma unroll
                 for (int x = 0; x < dq_rows / 8; ++x)
                     store_columns(place, p.dq_row_bytes, 8 * x, 0, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
             }
-            ptx::wgmma_wait<0>();  // dk
-            if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
-            if (--block < lo) block = hi - 1, ++member, row_block0 += p.blocks;
+            if (ahead && next) of_columns(of_rows, shared.lse[stage ^ 1]);
+            ptx::wgmma_wait<ahead>();  // dk
+            if (!(ahead && !next) && lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
+            if (ahead) {
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_hold(s);
+                if (!next && lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
+            }
+            if (!next && lane == 0) ptx::mbarrier_arrive(&shared.k_empty[k_of]);
+            const int went = block > lo ? -1 : hi - 1 - lo;
+            block += went, sums += went;
+            if (block == first) sums += p.blocks;
+            ++step;
         }
         ptx::wgmma_hold(dk);
         ptx::wgmma_hold(dv);
@@ -453,7 +478,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         }
 
         // dk and dv leave, 16 rows of each, through what dq left through.
-        announce();
+        if (leaves) announce(step - 1);
         const int rows = min(16, t.kv_len - t.key0 - own_row), row = t.kv_row + t.key0 + own_row;
         const auto leave = [&](const CUtensorMap* map, const float(&from)[head_dim / 2], float factor) {
             if (lane == 0) ptx::bulk_wait_read<0>();
