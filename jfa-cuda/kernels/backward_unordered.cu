@@ -45,7 +45,6 @@ constexpr int q_bytes = chunks * q_chunk;
 constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 keys per consumer
 constexpr int share = 16 * dq_rows * 4;  // bytes of a step's dq that a warp has: 16 columns
 constexpr int k_stages = 2 * kv_bytes + kv_bytes + 4 * q_bytes + 2 * ds_bytes + 8 * share <= 229376 ? 2 : 1;
-constexpr bool ahead = q_tile == 64 && head_dim == 128;  // the next step's scores are multiplied behind this step's dq: where registers allow
 constexpr int added_stages = 4;
 constexpr int finished_stages = 16;
 static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
@@ -101,7 +100,9 @@ __device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, c
     t.flags = 0;
     t.lo = empty ? 0 : row_lo / q_tile;
     t.hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
-    t.first = t.hi - 1 - static_cast<int>(static_cast<long long>(t.hi - t.lo) * (key0 / keys) / max(1, (s.kv_len + keys - 1) / keys));
+    // Under a mask tiles have different rows anyway.
+    const bool goes_round = p.mask.left < 0 && p.mask.right < 0;
+    t.first = t.hi - 1 - (goes_round ? static_cast<int>(static_cast<long long>(t.hi) * (key0 / keys) / max(1, (s.kv_len + keys - 1) / keys)) : 0);
     t.q_row = s.q_row, t.o_row = s.o_row, t.q_len = s.q_len;
     t.kv_row = s.kv_row, t.kv_len = s.kv_len, t.key0 = key0;
     t.kv_head = kv_head;
@@ -344,7 +345,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         int block = first, left = (hi - lo) * p.group;
         float4 of_rows[q_tile / 16];
         const auto scores = [&](uint32_t n) { row_products(s, shared.k[k_of] + me * 64 * 128, shared.q[stage_of(n)]); };
-        if (ahead && left > 0) {
+        if (left > 0) {
             ptx::mbarrier_wait(&shared.q_full[stage_of(step)], phase_of(step));
             of_columns(of_rows, shared.lse[stage_of(step)]);
             scores(step);
@@ -358,18 +359,9 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             const int stage = stage_of(step);
             uint32_t p_fragments[q_tile / 16][4], ds_fragments[q_tile / 16][4];
 
-            if (!ahead) {
-                ptx::mbarrier_wait(&shared.q_full[stage], phase_of(step));
-                of_columns(of_rows, shared.lse[stage]);
-                scores(step);
-            }
             ptx::mbarrier_wait(&shared.v_full, tiles & 1);
             ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
             row_products(dp, shared.v + me * 64 * 128, shared.d_o[stage]);
-            if (!ahead) {
-                ptx::wgmma_wait<1>();
-                ptx::wgmma_hold(s);
-            }
 
             // p^T = exp2(s^T * scale - lse), at most 1
 #pragma unroll
@@ -416,6 +408,9 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 const float4 d = of_rows[x];
                 gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
             }
+
+            // dk += ds^T q; behind it ds goes to shared memory.
+            accumulate(dk, ds_fragments, shared.q[stage]);
             // Both consumers have multiplied what was here two steps ago: they have met since.
             const uint32_t own_place = ptx::smem_address(shared.ds[stage]) + me * q_chunk +
                                        opaque((lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2 ^ lane % 8) << 4));
@@ -425,15 +420,18 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             ptx::fence_async_shared();
             ptx::named_barrier_sync(1, 256);  // ds is complete
 
+            // Behind dq the next step's scores: where there is none this one's once more, and nobody looks (behind a branch they would make
+            // the assembler serialize all products).
             query_gradients(k_of, stage);
-            accumulate(dk, ds_fragments, shared.q[stage]);
             if (leaves) announce(step - 1);
             leaves = true;
-            if (ahead && next) ptx::mbarrier_wait(&shared.q_full[stage ^ 1], phase_of(step + 1));
+            if (next) ptx::mbarrier_wait(&shared.q_full[stage ^ 1], phase_of(step + 1));
             ptx::wgmma_wait<2>();  // dv
             if (lane == 0) ptx::mbarrier_arrive(&shared.do_empty[stage]);
-            if (ahead) scores(step + next);  // of the last step once more, and nobody looks: behind a branch it would serialize all products
-            ptx::wgmma_wait<1 + ahead>();  // dq
+            ptx::wgmma_wait<1>();  // dk
+            if (next && lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
+            scores(step + next);
+            ptx::wgmma_wait<1>();  // dq
             ptx::wgmma_hold(dq);
 
             if (!alone) {
@@ -455,15 +453,13 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 for (int x = 0; x < dq_rows / 8; ++x)
                     store_columns(place, p.dq_row_bytes, 8 * x, 0, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
             }
-            if (ahead && next) of_columns(of_rows, shared.lse[stage ^ 1]);
-            ptx::wgmma_wait<ahead>();  // dk
-            if (!(ahead && !next) && lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
-            if (ahead) {
-                ptx::wgmma_wait<0>();
-                ptx::wgmma_hold(s);
-                if (!next && lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
+            if (next) of_columns(of_rows, shared.lse[stage ^ 1]);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_hold(s);
+            if (!next && lane == 0) {
+                ptx::mbarrier_arrive(&shared.q_empty[stage]);
+                ptx::mbarrier_arrive(&shared.k_empty[k_of]);
             }
-            if (!next && lane == 0) ptx::mbarrier_arrive(&shared.k_empty[k_of]);
             const int went = block > lo ? -1 : hi - 1 - lo;
             block += went, sums += went;
             if (block == first) sums += p.blocks;
