@@ -10,13 +10,15 @@
 //   roles       producer warpgroup: warp 0: schedule and TMA; warps 1, 2: delta = rowsum(o * do), once per block of rows; warp 3: lse,
 //               waits for flags. Warpgroup of dq. Two consumer warpgroups of 64 keys each, which go their own ways: they meet nobody
 //               but through barriers of buffers
+//   delta       of a pair, each CTA multiplies half of o do^T (half of the columns at head_dim 128, half of the rows at 64) and sends
+//               what it has to its neighbour
 //   dq          a step's dq is multiplied in two halves (32 registers). Of a pair, each CTA sends one half to its neighbour, multiplies the
 //               other and adds what the neighbour sends. Where the pass has all keys of the sequence it leaves for good; else the
 //               first pass leaves its share in `partial` (L2), the others add theirs there, the last one takes the sum along and
 //               stores dq. A pair does the passes of a sequence in their order, hence the same threads add in the same order. Only
 //               sequences too long for one pair have passes on many: they wait for flags
-//   buffers     k: 2 stages (dk leaves through them); v: 1; q, do: 2; o: 1; ds^T: 2 (half of dv leaves through them); the received half
-//               of dq. do's stage is given back in the middle of a step, q's at the end
+//   buffers     k: 2 stages (dk leaves through them); v: 1; q, do: 2; o: 2 halves; ds^T: 2 (half of dv leaves through them); the received
+//               half of dq. do's stage is given back in the middle of a step, q's at the end
 //   overlap     behind dp^T and dv nothing but the other consumer; ds^T is written behind dk, whose left operand is registers: products of
 //               64 x 64 take all of shared memory's bandwidth, and whatever else is read or written there waits for them
 //               (docs/performance.md). The next step's s^T is issued at the end of a step, also across tiles
@@ -71,6 +73,8 @@ constexpr int kv_chunk = keys * 128;          // bytes
 constexpr int q_chunk = q_tile * 128;
 constexpr int kv_bytes = chunks * kv_chunk;
 constexpr int q_bytes = chunks * q_chunk;
+constexpr int half_bytes = 64 * 128;          // of o and do, as delta takes them: 64 columns at head_dim 128, 64 rows at 64
+constexpr int half_rows = q_tile == 128 ? 64 : 0, half_columns = q_tile == 128 ? 0 : 64;  // from one half to the other
 constexpr int ds_chunk = keys * 128;          // ds^T: rows are keys, 64 query rows to a chunk
 
 // Query rows of one head that a tile walks over. A pass is one tile or, where a pair of CTAs works together, two neighbouring ones,
@@ -114,12 +118,7 @@ struct Pass {
     int member_tile;      // the CTA's among them
     int kv_head;
     int flags;            // Segment::flags
-    int last;             // of this CTA's item
-};
-
-// Whose rows a stage of q and do holds.
-struct Content {
-    int q_row, o_row, rows, head;
+    int after;            // passes of this CTA's item after it
 };
 
 // Where the thread that schedules and loads is.
@@ -127,34 +126,39 @@ struct Progress {
     uint32_t item;           // looked ahead
     int looked;              // how far
     int now;                 // which of the two items is worked on; toggles, hence also the parity of the claims
-    uint32_t tiles, steps, segments, loads_of_o;
+    uint32_t units;          // of the schedule
+    uint32_t tiles, segments;
+    int pass, member;        // in the item: the pass and the query head of the group
+    int head, number;        // the pass' key/value head and, among its passes, its number
 };
 
 struct SharedMemory {
     uint8_t k[2][kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
     uint8_t ds[ds_stages][ds_chunks][ds_chunk];
-    uint8_t o[q_bytes];
+    uint8_t o[2][half_bytes];
     float4 received[pairs ? 8 * 4 * 32 : 1];  // the neighbour's share of this CTA's half of a step's dq, as it lay in the registers
     float lse[2][q_tile];    // -lse in units of the scores; whatever makes p 0 where it must be. At place_of(row)
     float delta[2][q_tile];  // -delta, likewise
+    float received_delta[pairs ? 64 : 1];  // what the neighbour has computed of a pair's delta
     Segment segment[segments];
     Item item[2];
     Pass pass;               // not in registers: they are scarce in the producer
     Progress progress;       // likewise
-    Content content[2];
+    int4 content[2];         // whose rows a stage of q and do holds: row of q, row of o, rows, head
     Work held[8][2];         // every consumer warp's own copies of the segment it works on and the next one
     int segment_known[2][2]; // per consumer: whether the segment after this one is there
     uint32_t claimed;        // item, written by the first CTA of the cluster
     uint64_t segment_full[segments], segment_empty[segments];
     uint64_t k_full[2], v_full, k_empty[2], v_empty;
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2];
-    uint64_t o_full, o_empty;
+    uint64_t o_full[2], o_empty[2];
     uint64_t delta_full[2], lse_full[2], chain_full[chain_stages];
     uint64_t ds_full[ds_stages], ds_empty[ds_stages];
     uint64_t dq_left[2];     // of steps whose flag is raised
     uint64_t claim_full, claim_empty;               // claim_empty: in the first CTA
     uint64_t received_full, neighbour_ready;        // neighbour_ready: it has taken what it received
+    uint64_t delta_received, delta_taken;           // the same for delta
 };
 
 static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
@@ -188,8 +192,14 @@ constexpr uint32_t no_item = ~0u;
 
 __device__ __forceinline__ int slice_of(const JfaBackwardParams& p) { return blockIdx.x / p.heads_kv; }
 
+// Registers are scarce in the producer: what follows from this is not computed ahead of its loops and kept.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Groups of `cluster` key/value heads.
-__device__ __forceinline__ uint32_t groups_of(const JfaBackwardParams& p) { return (p.heads_kv + cluster - 1) / cluster; }
+__device__ __forceinline__ uint32_t groups_of(const JfaBackwardParams& p) { return (opaque(p.heads_kv) + cluster - 1) / cluster; }
 
 __device__ __forceinline__ uint32_t next_item(const JfaBackwardParams& p, uint32_t units, uint32_t before) {
     if (!p.broadcast) {
@@ -211,57 +221,66 @@ __device__ __forceinline__ uint32_t next_item(const JfaBackwardParams& p, uint32
 
 // The first query block from row x on.
 constexpr int all_blocks = 1 << 25;
-__device__ __forceinline__ int block_from(long long x) { return x <= 0 ? 0 : static_cast<int>(min((x + q_tile - 1) / q_tile, 1ll * all_blocks)); }
+__device__ __forceinline__ int block_from(int x) { return x <= 0 ? 0 : x / q_tile + (x % q_tile != 0); }
 
-// Everything but the row block and the item's flags. The pass has `count` tiles from `tile` on, the CTA works on number `member_tile`.
-__device__ __forceinline__ void fill_segment(Segment& g, const JfaBackwardParams& p, const JfaSequence& s, int tile, int count, int member_tile,
-                                             int kv_head, int member) {
-    const int shift = diagonal_shift(p.mask, s.q_len, s.kv_len);
-    const int left = p.mask.left, right = p.mask.right;
-    const int begin = tile * keys, end = min(begin + count * keys, s.kv_len), key0 = begin + member_tile * keys;
-    // Row r sees keys r + shift - left .. r + shift + right. From row top(key) on a row sees keys from `key` on, before bottom(key) it
-    // sees keys before `key`.
-    const auto top = [&](int key) { return key - static_cast<long long>(shift) - right; };
-    const auto bottom = [&](int key) { return key - static_cast<long long>(shift) + left; };
-    g.q_row = s.q_row;
-    g.o_row = s.o_row;
-    g.kv_row = s.kv_row;
-    g.q_len = s.q_len;
-    g.kv_len = s.kv_len;
+// The pass has `count` tiles from `tile` on, the CTA works on number `member_tile`. What is read of shared memory is read first.
+__device__ __forceinline__ void fill_segment(Segment& g, const JfaBackwardParams& p, const Item& item, const Pass& pass, int member) {
+    const int q_row = item.sequence.q_row, o_row = item.sequence.o_row, q_len = item.sequence.q_len, kv_row = item.sequence.kv_row;
+    const int kv_len = item.sequence.kv_len, row_block = item.row_block;
+    const int tile = pass.tile, count = pass.count, member_tile = pass.member_tile, kv_head = pass.kv_head, head = kv_head * p.group + member;
+    int flags = pass.flags;
+    const int left = opaque(p.mask.left), right = opaque(p.mask.right);
+    const int begin = tile * keys, pass_end = begin + count * keys, end = min(pass_end, kv_len), key0 = begin + member_tile * keys;
+    // Row r sees keys r + shift - left .. r + shift + right. From row top(key) on (not before row 0) a row sees keys from `key` on, before
+    // bottom(key) it sees keys before `key`. Lengths and sides may be close to 2^31: nothing here may overflow.
+    const auto middle = [&](int key) { return p.mask.bottom_right ? key - kv_len + q_len : key; };
+    const auto top = [&](int key) { return middle(key) <= right ? 0 : middle(key) - right; };
+    const auto bottom = [&](int key) {
+        const int row = middle(key);
+        return row > 0 && left > 0x7FFFFFFF - row ? 0x7FFFFFFF : max(row + left, -1 << 30);
+    };
+    const auto first_row = [&](int key) { return right < 0 ? 0 : top(key); };
+    const auto end_row = [&](int key) { return left < 0 || bottom(key) >= q_len ? q_len : max(0, bottom(key) + 1); };
+    g.q_row = q_row;
+    g.o_row = o_row;
+    g.kv_row = kv_row;
+    g.q_len = q_len;
+    g.kv_len = kv_len;
     g.key0 = key0;
     g.tile = tile;
     g.tile_end = tile + count;
     g.kv_head = kv_head;
-    g.head = kv_head * p.group + member;
+    g.head = head;
+    g.block = p.broadcast ? (slice_of(p) * p.heads_kv * p.group + head) * p.blocks : head * p.blocks + row_block;
     // Query blocks that see the pass.
-    const int row_lo = first_row(p.mask, begin, shift), row_hi = min(s.q_len, end_row(p.mask, end - 1, shift, s.q_len));
+    const int row_lo = first_row(begin), row_hi = end_row(end - 1);
     const bool empty = end <= begin || row_lo >= row_hi;
     g.lo = empty ? 0 : row_lo / q_tile;
-    g.hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
-    const int pass_end = begin + count * keys;
+    g.hi = empty ? 0 : block_from(row_hi);
     g.earlier_end = begin == 0 ? 0 : left < 0 ? all_blocks : block_from(bottom(begin));
-    g.later_begin = s.kv_len <= pass_end ? all_blocks : right < 0 ? 0 : s.q_len <= top(pass_end) ? all_blocks : block_from(top(pass_end) - q_tile + 1);
+    g.later_begin = kv_len <= pass_end ? all_blocks : right < 0 ? 0 : q_len <= top(pass_end) ? all_blocks : block_from(top(pass_end) - q_tile + 1);
     g.whole_hi = left < 0 ? all_blocks : block_from(bottom(key0) - q_tile + 2);
-    g.whole_lo = s.kv_len < key0 + keys ? all_blocks : right < 0 ? 0 : block_from(top(key0 + keys) - 1);
-    int flags = empty ? no_steps | (member == 0 ? zero_keys : 0) : member == p.group - 1 ? last_of_tile : 0;
+    g.whole_lo = kv_len < key0 + keys ? all_blocks : right < 0 ? 0 : block_from(top(key0 + keys) - 1);
+    flags |= empty ? no_steps | (member == 0 ? zero_keys : 0) : member == p.group - 1 ? last_of_tile : 0;
     if (count > 1) flags |= exchange;
     // Rows that no tile has: the first tile makes their dq zero.
-    g.zero_lo = g.zero_hi = 0;
     if (key0 == 0 && !p.broadcast) {
-        const int see_lo = first_row(p.mask, 0, shift);
-        const int see_hi = s.kv_len ? min(s.q_len, end_row(p.mask, s.kv_len - 1, shift, s.q_len)) : 0;
-        g.zero_lo = see_lo < see_hi ? see_lo / q_tile * q_tile : s.q_len;
-        g.zero_hi = see_lo < see_hi ? min(s.q_len, (see_hi + q_tile - 1) / q_tile * q_tile) : s.q_len;
-        if (g.zero_lo > 0 || g.zero_hi < s.q_len) flags |= zero_queries;
+        const int see_lo = first_row(0), see_hi = kv_len ? end_row(kv_len - 1) : 0;
+        const int zero_lo = see_lo < see_hi ? see_lo / q_tile * q_tile : q_len;
+        const int zero_hi = see_lo < see_hi ? min(q_len, block_from(see_hi) * q_tile) : q_len;
+        g.zero_lo = zero_lo, g.zero_hi = zero_hi;
+        if (zero_lo > 0 || zero_hi < q_len) flags |= zero_queries;
     }
     g.flags = flags;
 }
 
 __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_q, const CUtensorMap* map_k,
                         const CUtensorMap* map_v, const CUtensorMap* map_o, const CUtensorMap* map_do) {
+    // What every step needs is kept in registers, the rest in shared memory: beside the consumers' products an access takes 150 cycles.
     Progress& at = shared.progress;
-    at = {no_item, 0, 1, 0, 0, 0, 0};
-    shared.content[0] = shared.content[1] = {0, 0, -1, 0};
+    at = {no_item, 0, 1, static_cast<uint32_t>(p.header->backward_units), 0, 0, 0, 0, 0, 0};
+    uint32_t step = 0, halves_of_o = 0;
+    shared.content[0] = shared.content[1] = int4{0, 0, -1, 0};
 
     // `rows` rows from `row` on as boxes of 64 rows, zeros after them.
     const auto load = [&](const CUtensorMap* map, uint64_t* barrier, uint8_t* to, int tile_rows, int row, int rows, int head) {
@@ -279,12 +298,12 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         Item& next = shared.item[at.now ^ 1];
         if (at.looked == 0) {
             if (!pairs) {
-                at.item = next_item(p, p.header->backward_units, at.item);
+                at.item = next_item(p, at.units, at.item);
             } else {
                 ptx::mbarrier_arrive_expect_tx(&shared.claim_full, sizeof(uint32_t));
                 if (rank() == 0) {
                     ptx::mbarrier_wait(&shared.claim_empty, at.now);
-                    const uint32_t claimed = next_item(p, p.header->backward_units, at.item);
+                    const uint32_t claimed = next_item(p, at.units, at.item);
                     for (int r = 0; r < cluster; ++r)
                         ptx::store_async(ptx::map_to_rank(&shared.claimed, r), claimed, ptx::map_to_rank(&shared.claim_full, r));
                 }
@@ -320,58 +339,65 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         }
         ++at.looked;
     };
-    const auto walk = [&](const Item& it, const Pass& pass) {
+    // The steps of a pass with one query head of the group.
+    const auto walk = [&] {
+        const uint32_t n = at.segments;
+        const int member = at.member;
+        Segment& g = shared.segment[n % segments];
+        at.segments = n + 1;
+        ptx::mbarrier_wait(segment_empty(shared, n), segment_phase(n) ^ 1);
+        fill_segment(g, p, shared.item[at.now], shared.pass, member);
+        ptx::mbarrier_arrive(segment_full(shared, n));
+        bool first = member == 0;
 #pragma unroll 1
-        for (int member = 0; member < p.group; ++member) {
-            ptx::mbarrier_wait(segment_empty(shared, at.segments), segment_phase(at.segments) ^ 1);
-            Segment& g = shared.segment[at.segments % segments];
-            fill_segment(g, p, it.sequence, pass.tile, pass.count, pass.member_tile, pass.kv_head, member);
-            g.flags |= pass.flags;
-            g.block = p.broadcast ? (slice_of(p) * p.heads_kv * p.group + g.head) * p.blocks : g.head * p.blocks + it.row_block;
-            ptx::mbarrier_arrive(segment_full(shared, at.segments));
-            ++at.segments;
+        for (int i = g.hi - 1; i >= g.lo; --i, ++step) {
+            const int stage = stage_of(step), q0 = i * q_tile, rows = min(q_tile, g.q_len - q0), q_row = g.q_row + q0, o_row = g.o_row + q0;
+            const int head = g.head;
+            const bool computes = computes_delta(g, i), shares = g.flags & exchange;
+            // A stage that holds the rows already, as with few queries and many keys, is not loaded again.
+            const int4 there = shared.content[stage];
+            const bool same = there.z == rows && there.w == head, same_q = same && there.x == q_row, same_do = same && there.y == o_row;
+            shared.content[stage] = int4{q_row, o_row, rows, head};
+            // In the order in which the stages become free, lest a load waits behind another one's stage: o's when delta of two steps before
+            // is there (one, where the pass has both halves), do's in the middle of a step, q's at the end.
+            if (computes) {
 #pragma unroll 1
-            for (int i = g.hi - 1; i >= g.lo; --i, ++at.steps) {
-                const int q0 = i * q_tile, stage = stage_of(at.steps);
-                const bool first = member == 0 && i == g.hi - 1;
-                const int k_stage = stage_of(at.tiles);
-                if (first) {
-                    ptx::mbarrier_wait(&shared.k_empty[k_stage], phase_of(at.tiles) ^ 1);
-                    load(map_k, &shared.k_full[k_stage], shared.k[k_stage], keys, g.kv_row + g.key0, g.kv_len - g.key0, g.kv_head);
+                for (int half = shares ? rank() : 0; half < (shares ? rank() + 1 : 2); ++half, ++halves_of_o) {
+                    const int o_stage = stage_of(halves_of_o);
+                    ptx::mbarrier_wait(&shared.o_empty[o_stage], phase_of(halves_of_o) ^ 1);
+                    ptx::mbarrier_arrive_expect_tx(&shared.o_full[o_stage], half_bytes);
+                    ptx::tma_load_rows(map_o, &shared.o_full[o_stage], shared.o[o_stage], half_columns * half, o_row + half_rows * half,
+                                       max(0, min(64, rows - half_rows * half)), head);
                 }
-                // A stage that holds the rows already, as with few queries and many keys, is not loaded again.
-                Content& content = shared.content[stage];
-                const int rows = min(q_tile, g.q_len - q0), q_row = g.q_row + q0, o_row = g.o_row + q0, head = g.head;
-                const bool same = content.rows == rows && content.head == head, same_q = same && content.q_row == q_row, same_do = same && content.o_row == o_row;
-                content = {q_row, o_row, rows, head};
-                // do first: its stage is free in the middle of a step, that of q at the end.
-                ptx::mbarrier_wait(&shared.do_empty[stage], phase_of(at.steps) ^ 1);
-                if (same_do) {
-                    ptx::mbarrier_arrive(&shared.do_full[stage]);
-                } else {
-                    load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, o_row, rows, head);
-                }
-                if (computes_delta(g, i)) {
-                    ptx::mbarrier_wait(&shared.o_empty, (at.loads_of_o & 1) ^ 1);
-                    load(map_o, &shared.o_full, shared.o, q_tile, o_row, rows, head);
-                    ++at.loads_of_o;
-                }
-                ptx::mbarrier_wait(&shared.q_empty[stage], phase_of(at.steps) ^ 1);
-                if (same_q) {
-                    ptx::mbarrier_arrive(&shared.q_full[stage]);
-                } else {
-                    load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, q_row, rows, head);
-                }
-                // v last: it waits for the end of the tile before.
-                if (first) {
-                    ptx::mbarrier_wait(&shared.v_empty, (at.tiles & 1) ^ 1);
-                    load(map_v, &shared.v_full, shared.v, keys, g.kv_row + g.key0, g.kv_len - g.key0, g.kv_head);
-                    ++at.tiles;
-                }
-                // Not before the last steps: an item claimed early waits behind this one while others have nothing to do, and all
-                // later passes of its sequence wait with it.
-                const int left = (p.group - 1 - member) * (g.hi - g.lo) + i - g.lo;
-                if (pass.last && at.looked < 3 && left < 4) look_ahead(false);
+            }
+            ptx::mbarrier_wait(&shared.do_empty[stage], phase_of(step) ^ 1);
+            if (same_do) {
+                ptx::mbarrier_arrive(&shared.do_full[stage]);
+            } else {
+                load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, o_row, rows, head);
+            }
+            ptx::mbarrier_wait(&shared.q_empty[stage], phase_of(step) ^ 1);
+            if (same_q) {
+                ptx::mbarrier_arrive(&shared.q_full[stage]);
+            } else {
+                load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, q_row, rows, head);
+            }
+            // k's stage is free long before, unless tiles have a step or two; v's at the end of the tile before.
+            if (first) {
+                const uint32_t tile = at.tiles;
+                const int kv_row = g.kv_row + g.key0, kv_rows = g.kv_len - g.key0, kv_head = g.kv_head, k_stage = stage_of(tile);
+                at.tiles = tile + 1;
+                ptx::mbarrier_wait(&shared.k_empty[k_stage], phase_of(tile) ^ 1);
+                load(map_k, &shared.k_full[k_stage], shared.k[k_stage], keys, kv_row, kv_rows, kv_head);
+                ptx::mbarrier_wait(&shared.v_empty, (tile & 1) ^ 1);
+                load(map_v, &shared.v_full, shared.v, keys, kv_row, kv_rows, kv_head);
+                first = false;
+            }
+            // Not before the last steps: an item claimed early waits behind this one while others have nothing to do, and all
+            // later passes of its sequence wait with it.
+            if (at.looked < 3) {
+                const int left = (shared.pass.after * p.group + p.group - 1 - at.member) * (g.hi - g.lo) + i - g.lo;
+                if (left < 4) look_ahead(false);
             }
         }
     };
@@ -380,22 +406,28 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         at.looked = 0;
         at.now ^= 1;
         if (at.item == no_item) break;
-        const Item& it = shared.item[at.now];
-#pragma unroll 1
-        for (int n = 0; n < it.passes; ++n) {
-            const bool rest = n == it.whole * it.heads;
-            const int head = rest ? rank() : n / it.whole, number = rest ? it.whole : n % it.whole;
-            Pass& pass = shared.pass;
-            pass.tile = it.tile + number * (pairs ? 2 : 1);
+        at.pass = at.head = at.number = 0;
+        while (at.pass < shared.item[at.now].passes) {
+            const Item& it = shared.item[at.now];
+            const int whole = it.whole, heads = it.heads, tile = it.tile, tile_end = it.tile_end, flags = it.flags, passes = it.passes, kv_head = it.kv_head;
+            int number = at.number, head = at.head;
+            if (number == whole && whole > 0) number = 0, ++head;
+            const bool rest = whole == 0 || head == heads;
+            if (rest) number = whole;
+            Pass pass;
+            pass.tile = tile + number * (pairs ? 2 : 1);
             pass.count = pairs && !rest ? 2 : 1;
             pass.member_tile = pairs && !rest ? rank() : 0;
-            pass.kv_head = it.kv_head + head;
-            pass.flags = it.flags;
+            pass.kv_head = kv_head + (rest ? rank() : head);
+            pass.flags = flags;
             // The rest waits for what both CTAs added in the last pass before it (or in other units).
-            if (rest) pass.flags = (it.flags & owned) | (it.tile + number > 0 ? waits : 0);
-            if (pairs && !rest && number + 1 == it.whole && (it.tile_end - it.tile) % 2) pass.flags |= raises;
-            pass.last = n + 1 == it.passes;
-            walk(it, pass);
+            if (rest) pass.flags = (flags & owned) | (tile + number > 0 ? waits : 0);
+            if (pairs && !rest && number + 1 == whole && (tile_end - tile) % 2) pass.flags |= raises;
+            pass.after = passes - 1 - at.pass;
+            shared.pass = pass;
+            at.head = head, at.number = number + 1, at.pass = passes - pass.after;
+#pragma unroll 1
+            for (at.member = 0; at.member < p.group; ++at.member) walk();
         }
     }
     ptx::mbarrier_wait(segment_empty(shared, at.segments), segment_phase(at.segments) ^ 1);
@@ -437,12 +469,15 @@ __device__ __forceinline__ int* flag_of(const JfaBackwardParams& p, int row_bloc
 
 __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int me) {
     int leaving = -1, tiles = 0;  // row block whose sum moves on after the last step, tiles in it
-    uint32_t o_count = 0, raised = 0;
-    const auto raise = [&] {
+    uint32_t halves = 0, exchanged = 0, raised = 0;
+    const auto raise = [&](bool wait) {
         if (leaving < 0) return;
-        ptx::mbarrier_wait(&shared.dq_left[stage_of(raised)], phase_of(raised));
+        uint64_t* left = &shared.dq_left[stage_of(raised)];
+        if (!wait && !__all_sync(~0u, ptx::mbarrier_test_wait(left, phase_of(raised)))) return;
+        ptx::mbarrier_wait(left, phase_of(raised));
         ++raised;
         if (ptx::lane_id() == 0) ptx::store_release(flag_of(p, leaving, rank()), tiles);
+        leaving = -1;
     };
     every_step(
         shared,
@@ -462,31 +497,35 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
         },
         [&](const Segment& s, int i, uint32_t step) {
             const int stage = stage_of(step);
-            const int first_row_of_warp = me * (q_tile / 2);
             const bool computes = computes_delta(s, i);
-            float value[q_tile / 64];
+            // This lane's places of a block: `own` and, at head_dim 64, 64 after it.
+            const auto own = [&] { return 32 * me + ptx::lane_id(); };
+            float value[q_tile / 64] = {};
             if (!computes) {
                 const float* kept = partial_delta(p, s.block + i);
 #pragma unroll
-                for (int r = 0; r < q_tile / 64; ++r) value[r] = ptx::load_l2(kept + static_cast<uint32_t>(first_row_of_warp + 32 * r + ptx::lane_id()));
+                for (int r = 0; r < q_tile / 64; ++r) value[r] = ptx::load_l2(kept + static_cast<uint32_t>(own() + 64 * r));
             }
             // The consumers have left do's stage, hence delta's. (Also lest a wait by parity below misses a phase.)
             ptx::mbarrier_wait(&shared.do_empty[stage], phase_of(step) ^ 1);
             if (computes) {
-                ptx::mbarrier_wait(&shared.o_full, o_count & 1);
+                const bool shares = pairs && (s.flags & exchange);
                 ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
-                // The diagonal of o do^T, 16 rows at a time: fewer loads from shared memory, which the consumers' products fill, and a
-                // tenth of the instructions of an elementwise sum.
+                if (shares) ptx::mbarrier_wait(&shared.delta_taken, (exchanged & 1) ^ 1);
 #pragma unroll 1
-                for (int row0 = first_row_of_warp; row0 < first_row_of_warp + q_tile / 2; row0 += 16) {
-                    float low[4] = {}, high[4] = {};  // rows 0..7 and 8..15
-                    // 8 x 8 elements each. o: rows 0..7 and 8..15 of columns 0..7, then of columns 8..15, as a left operand wants them; do: both
-                    // halves of the columns of rows 0..7, then of rows 8..15, as a right one wants them.
-                    const auto place = [&](int row, int group) { return row * 128 + ((group ^ row & 7) << 4); };
-                    uint32_t o = ptx::smem_address(shared.o) + place(row0 + ptx::lane_id() % 16, ptx::lane_id() / 16);
-                    uint32_t d_o = ptx::smem_address(shared.d_o[stage]) + place(row0 + ptx::lane_id() / 16 * 8 + ptx::lane_id() % 8, ptx::lane_id() / 8 % 2);
+                for (int half = shares ? rank() : 0; half < (shares ? rank() + 1 : 2); ++half, ++halves) {
+                    ptx::mbarrier_wait(&shared.o_full[stage_of(halves)], phase_of(halves));
+                    // The diagonal of o do^T, 16 rows at a time: fewer loads from shared memory, which the consumers' products fill, and a
+                    // tenth of the instructions of an elementwise sum.
 #pragma unroll 1
-                    for (int chunk = 0; chunk < chunks; ++chunk, o += q_chunk, d_o += q_chunk) {
+                    for (int row0 = 32 * me; row0 < 32 * me + 32; row0 += 16) {
+                        float low[4] = {}, high[4] = {};  // rows 0..7 and 8..15
+                        // 8 x 8 elements each. o: rows 0..7 and 8..15 of columns 0..7, then of columns 8..15, as a left operand wants them; do:
+                        // both halves of the columns of rows 0..7, then of rows 8..15, as a right one wants them.
+                        const auto place = [&](int row, int group) { return row * 128 + ((group ^ row & 7) << 4); };
+                        const uint32_t o = ptx::smem_address(shared.o[stage_of(halves)]) + place(row0 + ptx::lane_id() % 16, ptx::lane_id() / 16);
+                        const uint32_t d_o = ptx::smem_address(shared.d_o[stage]) + half * half_bytes +
+                                             place(row0 + ptx::lane_id() / 16 * 8 + ptx::lane_id() % 8, ptx::lane_id() / 8 % 2);
 #pragma unroll
                         for (int k = 0; k < 4; k += 2) {
                             uint32_t a[2][4], b[2][4];  // two at a time: a load takes 150 cycles beside the consumers' products
@@ -495,36 +534,57 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
 #pragma unroll
                             for (int j = 0; j < 2; ++j) ptx::mma_16x8x16<T>(low, a[j], b[j][0], b[j][1]), ptx::mma_16x8x16<T>(high, a[j], b[j][2], b[j][3]);
                         }
-                    }
-                    if (ptx::lane_id() % 4 == ptx::lane_id() / 8) {
-                        const bool odd = ptx::lane_id() / 4 % 2;
-                        const int place = row0 + ptx::lane_id() / 4;
-                        const float sum[2] = {-(odd ? low[1] : low[0]), -(odd ? high[3] : high[2])};
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            shared.delta[stage][place_of(place + 8 * h)] = sum[h];
-                            if (keeps_delta(s, i)) partial_delta(p, s.block + i)[place + 8 * h] = sum[h];
+                        // Lane 9j has rows 2j and 2j + 8 of the diagonal, lane 9j + 4 the next ones: together the four places from 4j on (place_of).
+                        float4 sum{-low[0], -__shfl_xor_sync(~0u, low[1], 4), -high[2], -__shfl_xor_sync(~0u, high[3], 4)};
+                        const int lane = ptx::lane_id(), at = row0 + lane / 8 * 4;
+                        if (lane == lane / 8 * 9) {
+                            if (shares)
+                                ptx::store_async(ptx::map_to_rank(&shared.received_delta[at], rank() ^ 1), sum,
+                                                 ptx::map_to_rank(&shared.delta_received, rank() ^ 1));
+                            float4* to = reinterpret_cast<float4*>(&shared.delta[stage][at + half_rows * half]);
+                            if (q_tile == 64 && !shares && half == 1) {
+                                const float4 other = *to;
+                                sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
+                            }
+                            *to = sum;
                         }
                     }
+                    __syncwarp();
+                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.o_empty[stage_of(halves)]);
                 }
-                __syncwarp();
-                if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.o_empty);
-                ++o_count;
+                if (shares) {
+                    uint64_t* received = &shared.delta_received;
+                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(received, 32 * sizeof(float));
+                    // A flag must not wait for the neighbour: it may wait for the flag, in a pass of its own before this one.
+                    while (!__all_sync(~0u, ptx::mbarrier_try_wait(received, (exchanged & 1))))
+                        if (me == 1) raise(false);
+                    float* to = &shared.delta[stage][half_rows * (rank() ^ 1) + own()];
+                    const float other = shared.received_delta[own()];
+                    *to = q_tile == 64 ? *to + other : other;
+                    __syncwarp();
+                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.delta_taken, rank() ^ 1));
+                    ++exchanged;
+                }
+                if (keeps_delta(s, i)) {
+                    float* kept = partial_delta(p, s.block + i);
+#pragma unroll
+                    for (int r = 0; r < q_tile / 64; ++r) kept[static_cast<uint32_t>(own() + 64 * r)] = shared.delta[stage][own() + 64 * r];
+                }
             } else {
 #pragma unroll
-                for (int r = 0; r < q_tile / 64; ++r) shared.delta[stage][place_of(first_row_of_warp + 32 * r + ptx::lane_id())] = value[r];
+                for (int r = 0; r < q_tile / 64; ++r) shared.delta[stage][own() + 64 * r] = value[r];
             }
             __syncwarp();
             if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.delta_full[stage]);
             // The step before: once its share of dq is in `partial`, the flag says so to the CTAs of the next tiles. Raised here, because
             // it costs a round trip to the L2 that the warpgroup of dq need not wait for.
             if (me == 1) {
-                raise();
+                raise(true);
                 leaving = (s.flags & raises) && i >= s.later_begin ? s.block + i : -1;
                 tiles = s.tile_end;
             }
         });
-    if (me == 1) raise();
+    if (me == 1) raise(true);
 }
 
 __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
@@ -949,6 +1009,8 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
             ptx::mbarrier_init(&shared.delta_full[i], 2);
             ptx::mbarrier_init(&shared.lse_full[i], 1);
             ptx::mbarrier_init(&shared.dq_left[i], 4);
+            ptx::mbarrier_init(&shared.o_full[i], 1);
+            ptx::mbarrier_init(&shared.o_empty[i], 2);
         }
         for (int i = 0; i < chain_stages; ++i) ptx::mbarrier_init(&shared.chain_full[i], 1);
         for (int i = 0; i < ds_stages; ++i) {
@@ -961,8 +1023,8 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         ptx::mbarrier_init(&shared.claim_empty, cluster);
         ptx::mbarrier_init(&shared.received_full, 4);
         ptx::mbarrier_init(&shared.neighbour_ready, 4);
-        ptx::mbarrier_init(&shared.o_full, 1);
-        ptx::mbarrier_init(&shared.o_empty, 2);
+        ptx::mbarrier_init(&shared.delta_received, 2);
+        ptx::mbarrier_init(&shared.delta_taken, 2);
         ptx::mbarrier_init_fence();
         ptx::tma_prefetch_map(&map_q);
         ptx::tma_prefetch_map(&map_k);
