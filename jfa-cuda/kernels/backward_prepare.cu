@@ -1,10 +1,9 @@
-// Unordered backward, before backward_unordered.cu: what the rows of every row block start from, zeros where its tiles add.
+// Unordered backward, before backward_unordered.cu: lse and delta of every row, where the products want them.
 //
 //   item        the row blocks of a unit's share and one query head: tile t of a sequence's T has blocks [n t / T, n (t + 1) / T) of its
 //               n, so that long sequences are spread. Neighbouring CTAs take the heads of the same rows: their bytes are neighbours
-//   row         head_dim / 8 lanes, 16 bytes of o and of do each; a row block's loads are all issued before the first is used, and
-//               what is stored in any case is stored while they are on their way
-//   bound       memory: o and do are read once, as much is written in zeros for the sums
+//   row         head_dim / 8 lanes, 16 bytes of o and of do each; a row block's loads are all issued before the first is used
+//   bound       memory: o and do are read once
 #include "params.h"
 #include "ptx/global.cuh"
 #include "ptx/types.cuh"
@@ -24,8 +23,7 @@ constexpr int ctas_per_multiprocessor = 4;
 constexpr int lanes = head_dim / 8;            // of a row
 constexpr int rows_at_once = threads / lanes;
 constexpr int turns = q_tile / rows_at_once;
-constexpr int zeros = sums_bytes / 16 / threads;
-static_assert(turns * rows_at_once == q_tile && zeros * threads * 16 == sums_bytes && q_tile <= threads);
+static_assert(turns * rows_at_once == q_tile && q_tile <= threads);
 
 // Of eight columns.
 __device__ __forceinline__ float product(const uint4& a, const uint4& b) {
@@ -66,11 +64,6 @@ __device__ __forceinline__ void prepare(const JfaPrepareParams& p, const JfaSequ
     const float lse = t < min(rows, q_tile) ? __ldg(p.lse + head * p.lse_head_stride + row0 + t) : -INFINITY;
 
     char* const out = block_at(p.partial, row_block0 + block);
-    if (s.kv_len > keys) {  // a sequence of one tile adds nothing
-#pragma unroll
-        for (int i = 0; i < zeros; ++i) ptx::store_l2(reinterpret_cast<float4*>(out) + i * threads + t, float4{0.0f, 0.0f, 0.0f, 0.0f});
-    }
-
     float* const start = reinterpret_cast<float*>(out + sums_bytes);
     // Minus infinity also where lse is: rows that see no key.
     if (t < q_tile) start[place_of(t)] = lse == -INFINITY ? lse : lse * -1.44269504088896341f;

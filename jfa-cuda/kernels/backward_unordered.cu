@@ -8,8 +8,11 @@
 //               operands, ds goes to shared memory once for dq. lse and delta come from backward_prepare.cu
 //   dq          leaves through shared memory and is added at the L2 in fp32 by the copy engine. Who adds last to a row block, by a counter,
 //               takes the sum and stores dq. A sequence of one tile needs no sum: dq leaves straight from the registers
-//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 counts additions; warps 2 and 3 store finished row blocks, a
-//               half each, from a list: a sequence's last tile finishes all of them, others none. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
+//   zeros       where sums are about to begin are written a few hundred items ahead, not for all rows before all tiles: so they stay in the
+//               L2, and so do the sums, which are thrown away once they are stored. Who takes item i zeroes its share of the sequence of
+//               item i + lead; who comes to a row block that nobody has begun to zero does it itself, hence no wait can be endless
+//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 counts additions and zeroes; warps 2 and 3 store finished row
+//               blocks, a half each, from a list: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
 //               the rows (64), hence one barrier between them in a step
 //   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
 //               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
@@ -31,20 +34,18 @@ namespace {
 
 using T = JFA_TYPE;
 
-constexpr int chunks = head_dim / 64;                          // 64-column chunks of 128-byte rows in shared memory
-constexpr int dq_rows = head_dim == 128 ? q_tile : q_tile / 2; // a consumer's share of dq: 64 columns of these rows
+constexpr int chunks = head_dim / 64;  // 64-column chunks of 128-byte rows in shared memory
 constexpr int threads = 384;
 constexpr int producer_registers = 24, consumer_registers = 240;
 static_assert(128 * (producer_registers + 2 * consumer_registers) <= 65536);
-static_assert(head_dim == 128 || (head_dim == 64 && q_tile == 128));
+static_assert(head_dim == 128, "for dq a consumer has 64 columns");
 
 constexpr int kv_chunk = keys * 128;  // bytes
 constexpr int q_chunk = q_tile * 128;
 constexpr int kv_bytes = chunks * kv_chunk;
 constexpr int q_bytes = chunks * q_chunk;
 constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 keys per consumer
-constexpr int share = 16 * dq_rows * 4;  // bytes of a step's dq that a warp has: 16 columns
-constexpr int k_stages = 2 * kv_bytes + kv_bytes + 4 * q_bytes + 2 * ds_bytes + 8 * share <= 229376 ? 2 : 1;
+constexpr int share = 16 * q_tile * 4;  // bytes of a step's dq that a warp has: 16 columns
 constexpr int added_stages = 4;
 constexpr int finished_stages = 16;
 static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
@@ -52,6 +53,7 @@ static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's shar
 enum : int { the_end = 1 };
 struct Tile {
     int flags;
+    int item;
     int lo, hi, first;       // row blocks, walked from `first` down to lo and then from hi - 1 down
     int q_row, o_row, q_len;
     int kv_row, kv_len, key0;
@@ -67,7 +69,7 @@ struct Finished {
 };
 
 struct SharedMemory {
-    uint8_t k[k_stages][kv_bytes], v[kv_bytes];
+    uint8_t k[kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
     uint8_t ds[2][ds_bytes];
     uint8_t leaving[8][share];  // of a warp: its share of a step's dq as it lies in the registers; at the end of a tile its rows of dv and dk
@@ -75,7 +77,7 @@ struct SharedMemory {
     float delta[2][q_tile];     // -delta, likewise
     Tile tile[2];
     uint64_t tile_full[2], tile_empty[2];
-    uint64_t k_full[k_stages], k_empty[k_stages], v_full, v_empty;
+    uint64_t k_full, k_empty, v_full, v_empty;
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2];
     Finished finished[finished_stages];
     uint64_t added_full[added_stages], added_empty[added_stages];  // a step's dq is in the sums
@@ -85,19 +87,17 @@ static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
 
 __device__ __forceinline__ int stage_of(uint32_t n) { return n & 1; }
 __device__ __forceinline__ uint32_t phase_of(uint32_t n) { return (n >> 1) & 1; }
-__device__ __forceinline__ int k_stage(uint32_t n) { return n % k_stages; }
-__device__ __forceinline__ uint32_t k_phase(uint32_t n) { return n / k_stages & 1; }
 
-// ---------------------------------------------------------------------------------------------------------------- producer
 // The first row block from row x on.
 constexpr int all_blocks = 1 << 25;
 __device__ __forceinline__ int block_from(long long x) { return x <= 0 ? 0 : static_cast<int>(min((x + q_tile - 1) / q_tile, 1ll * all_blocks)); }
 
-__device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, const JfaSequence& s, int sequence, int key0, int kv_head) {
+__device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, const JfaSequence& s, int sequence, int key0, uint32_t item) {
     const int shift = diagonal_shift(p.mask, s.q_len, s.kv_len), end = min(key0 + keys, s.kv_len);
     const int row_lo = first_row(p.mask, key0, shift), row_hi = min(s.q_len, end_row(p.mask, end - 1, shift, s.q_len));
     const bool empty = end <= key0 || row_lo >= row_hi;
     t.flags = 0;
+    t.item = item;
     t.lo = empty ? 0 : row_lo / q_tile;
     t.hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
     // Under a mask tiles have different rows anyway.
@@ -105,13 +105,70 @@ __device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, c
     t.first = t.hi - 1 - (goes_round ? static_cast<int>(static_cast<long long>(t.hi) * (key0 / keys) / max(1, (s.kv_len + keys - 1) / keys)) : 0);
     t.q_row = s.q_row, t.o_row = s.o_row, t.q_len = s.q_len;
     t.kv_row = s.kv_row, t.kv_len = s.kv_len, t.key0 = key0;
-    t.kv_head = kv_head;
+    t.kv_head = item % p.heads_kv;
     t.block = first_block(s.o_row, sequence);
     // Row r sees keys r + shift - left .. r + shift + right.
     t.whole_hi = p.mask.left < 0 ? all_blocks : block_from(key0 - 1ll * shift + p.mask.left - q_tile + 2);
     t.whole_lo = s.kv_len < key0 + keys ? all_blocks : p.mask.right < 0 ? 0 : block_from(key0 + keys - 1ll * shift - p.mask.right - 1);
 }
 
+// ------------------------------------------------------------------------------------------------------------------- zeros
+enum : int { unzeroed, being_zeroed, zeroed };
+__device__ __forceinline__ int* state_of(const JfaBackwardParams& p, int block) { return p.control + 32 + p.heads_kv * p.group * p.blocks + block; }
+
+// The sums of a row block become zero, unless somebody has begun that. By a warp, or by one thread.
+template <int lanes>
+__device__ __forceinline__ void zero_sums(const JfaBackwardParams& p, int block) {
+    const int lane = lanes == 1 ? 0 : ptx::lane_id();
+    int before = 0;
+    if (lane == 0) before = atomicCAS(state_of(p, block), unzeroed, being_zeroed);
+    if (lanes > 1) before = __shfl_sync(~0u, before, 0);
+    if (before != unzeroed) return;
+    float4* const sums = reinterpret_cast<float4*>(block_at(p.partial, block));
+#pragma unroll 4
+    for (int x = lane; x < sums_bytes / 16; x += lanes) ptx::store_l2(sums + x, float4{0.0f, 0.0f, 0.0f, 0.0f});
+    ptx::fence_async_global();  // the copy engine adds to them
+    if (lanes > 1) __syncwarp();
+    if (lane == 0) ptx::store_release(state_of(p, block), zeroed);
+}
+
+// What is to be zeroed for an item: tile t of a sequence's T has row blocks [n t / T, n (t + 1) / T) of its n.
+struct Share {
+    int head, block;   // of the first query head, its first row block
+    int width, count;  // row blocks of a head, of all heads
+};
+__device__ __forceinline__ Share share_of(const JfaBackwardParams& p, uint32_t item) {
+    Share share{0, 0, 1, 0};
+    if (item >= static_cast<uint32_t>(p.header->backward_units) * static_cast<uint32_t>(p.heads_kv)) return share;
+    const JfaUnit unit = p.units[item / p.heads_kv];
+    const JfaSequence s = p.sequences[unit.sequence];
+    if (s.kv_len <= keys) return share;
+    const long long blocks = (s.q_len + q_tile - 1) / q_tile, tile = unit.first / keys, tiles = (s.kv_len + keys - 1) / keys;
+    const int from = static_cast<int>(blocks * tile / tiles);
+    share.head = item % p.heads_kv * p.group;
+    share.block = first_block(s.o_row, unit.sequence) + from;
+    share.width = static_cast<int>(blocks * (tile + 1) / tiles) - from;
+    share.count = share.width * p.group;
+    return share;
+}
+__device__ __forceinline__ void zero_part(const JfaBackwardParams& p, const Share& share, int n) {
+    zero_sums<32>(p, (share.head + n / share.width) * p.blocks + share.block + n % share.width);
+}
+// How many items ahead. More than the first, longest sequence has, so that its own row blocks are done when its tiles begin.
+__device__ __forceinline__ uint32_t lead_of(const JfaBackwardParams& p) {
+    const int tiles = p.header->backward_units ? (p.sequences[p.units[0].sequence].kv_len + keys - 1) / keys : 0;
+    return 2 * gridDim.x + static_cast<uint32_t>(tiles) * p.heads_kv;
+}
+// Of the first items, dealt to three warps of every CTA.
+__device__ __forceinline__ void zero_first_items(const JfaBackwardParams& p, int me) {
+    const uint32_t lead = lead_of(p);
+    for (uint32_t item = blockIdx.x + gridDim.x * me; item < lead; item += 3 * gridDim.x) {
+        const Share share = share_of(p, item);
+        for (int n = 0; n < share.count; ++n) zero_part(p, share, n);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- producer
 __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_q, const CUtensorMap* map_k,
                         const CUtensorMap* map_v, const CUtensorMap* map_do) {
     const uint32_t items = static_cast<uint32_t>(p.header->backward_units) * static_cast<uint32_t>(p.heads_kv);
@@ -125,7 +182,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         const JfaUnit unit = p.units[item / p.heads_kv];
         ptx::mbarrier_wait(&shared.tile_empty[stage_of(tiles)], phase_of(tiles) ^ 1);
         Tile& t = shared.tile[stage_of(tiles)];
-        fill_tile(t, p, p.sequences[unit.sequence], unit.sequence, max(0, unit.first), item % p.heads_kv);
+        fill_tile(t, p, p.sequences[unit.sequence], unit.sequence, max(0, unit.first), item);
         ptx::mbarrier_arrive(&shared.tile_full[stage_of(tiles)]);
         bool first = true, drawn = false;
 #pragma unroll 1
@@ -136,15 +193,21 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
             for (int n = 0, i = t.first; n < blocks; ++n, ++step, i = i > t.lo ? i - 1 : t.hi - 1) {
                 const int stage = stage_of(step), row = i * q_tile, rows = t.q_len - row;
                 const uint32_t free = phase_of(step) ^ 1;
-                const char* starts = block_at(p.partial, head * p.blocks + t.block + i) + sums_bytes;
+                const int block = head * p.blocks + t.block + i;
+                const char* starts = block_at(p.partial, block) + sums_bytes;
+                if (t.kv_len > keys) {
+                    for (int state = ptx::load_acquire(state_of(p, block)); state != zeroed; state = ptx::load_acquire(state_of(p, block)))
+                        if (state == unzeroed) zero_sums<1>(p, block);
+                    ptx::fence_async_global();
+                }
                 ptx::mbarrier_wait(&shared.q_empty[stage], free);
                 ptx::mbarrier_arrive_expect_tx(&shared.q_full[stage], q_bytes + sizeof(shared.lse[0]));
                 ptx::bulk_load(shared.lse[stage], starts, sizeof(shared.lse[0]), &shared.q_full[stage]);
                 load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, t.q_row + row, rows, head);
                 if (first) {
-                    ptx::mbarrier_wait(&shared.k_empty[k_stage(tiles)], k_phase(tiles) ^ 1);
-                    ptx::mbarrier_arrive_expect_tx(&shared.k_full[k_stage(tiles)], kv_bytes);
-                    load(map_k, &shared.k_full[k_stage(tiles)], shared.k[k_stage(tiles)], keys, t.kv_row + t.key0, t.kv_len - t.key0, t.kv_head);
+                    ptx::mbarrier_wait(&shared.k_empty, (tiles & 1) ^ 1);
+                    ptx::mbarrier_arrive_expect_tx(&shared.k_full, kv_bytes);
+                    load(map_k, &shared.k_full, shared.k, keys, t.kv_row + t.key0, t.kv_len - t.key0, t.kv_head);
                 }
                 ptx::mbarrier_wait(&shared.do_empty[stage], free);
                 ptx::mbarrier_arrive_expect_tx(&shared.do_full[stage], q_bytes + sizeof(shared.delta[0]));
@@ -162,8 +225,8 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         }
         // A tile that no row sees has no steps, but its turn of k and v.
         if (first) {
-            ptx::mbarrier_wait(&shared.k_empty[k_stage(tiles)], k_phase(tiles) ^ 1);
-            ptx::mbarrier_arrive(&shared.k_full[k_stage(tiles)]);
+            ptx::mbarrier_wait(&shared.k_empty, (tiles & 1) ^ 1);
+            ptx::mbarrier_arrive(&shared.k_full);
             ptx::mbarrier_wait(&shared.v_empty, (tiles & 1) ^ 1);
             ptx::mbarrier_arrive(&shared.v_full);
         }
@@ -199,6 +262,7 @@ __device__ __forceinline__ void store_columns(const Place& place, long long row_
 // Counts what has been added to every row block of the CTA's steps; lists those to which nothing more comes.
 __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p) {
     const int lane = ptx::lane_id();
+    const uint32_t lead = lead_of(p);
     uint32_t steps = 0, listed = 0;
     const auto list = [&](const Finished& f) {
         if (lane == 0) {
@@ -212,11 +276,14 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
         ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
         const Tile& t = shared.tile[stage_of(tiles)];
         if (t.flags & the_end) break;
+        const Share share = share_of(p, t.item + lead);
+        int zeroed_parts = 0;  // one a step
 #pragma unroll 1
         for (int member = 0; member < p.group; ++member) {
             const int head = t.kv_head * p.group + member, blocks = t.hi - t.lo;
 #pragma unroll 1
             for (int n = 0, i = t.first; n < blocks; ++n, ++steps, i = i > t.lo ? i - 1 : t.hi - 1) {
+                if (zeroed_parts < share.count) zero_part(p, share, zeroed_parts++);
                 const TileRange all = tiles_of_block(p.mask, t.q_len, t.kv_len, i);
                 const int block = head * p.blocks + t.block + i, row = t.q_row + i * q_tile;
                 ptx::mbarrier_wait(&shared.added_full[steps % added_stages], steps / added_stages & 1);
@@ -229,6 +296,7 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
                     list({block, head, row, min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile)});
             }
         }
+        for (; zeroed_parts < share.count; ++zeroed_parts) zero_part(p, share, zeroed_parts);
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
     }
@@ -245,11 +313,10 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.finished_empty[stage]);
         if (f.block < 0) return;
-        const int row0 = head_dim == 128 ? 0 : half * dq_rows, column0 = head_dim == 128 ? 64 * half : 0;
         const char* sums = block_at(p.partial, f.block) + half * 4 * share + 16 * lane;
-        Place place = place_in(p, f.q_row + row0, f.head, f.rows - row0, column0);
+        Place place = place_in(p, f.q_row, f.head, f.rows, 64 * half);
 #pragma unroll 1
-        for (int x = 0; x < dq_rows / 8; ++x, sums += 512) {
+        for (int x = 0; x < q_tile / 8; ++x, sums += 512) {
             float4 sum[4];
 #pragma unroll
             for (int w = 0; w < 4; ++w) sum[w] = ptx::load_l2(reinterpret_cast<const float4*>(sums + w * share));
@@ -284,7 +351,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 
     float s[q_tile / 2], dp[q_tile / 2];           // s^T, then p^T; dp^T: 64 keys x q_tile
     float dk[head_dim / 2], dv[head_dim / 2];      // 64 keys x head_dim
-    float(&dq)[dq_rows / 2] = reinterpret_cast<float(&)[dq_rows / 2]>(dp);  // dq^T: 64 columns x dq_rows; in registers of its own the products are serialized (C7512)
+    float dq[q_tile / 2];                          // dq^T: 64 columns x q_tile
 
     // ---- products
     // to = 64 rows of a * q_tile rows of b
@@ -310,19 +377,18 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         ptx::wgmma_commit();
     };
     // dq^T = k^T ds^T
-    const auto query_gradients = [&](int k_of, int stage) {
-        const uint64_t a = operand(shared.k[k_of] + (head_dim == 128 ? me * kv_chunk : 0), kv_chunk);
-        const uint64_t b = operand(shared.ds[stage] + (head_dim == 128 ? 0 : me * dq_rows * 128));
+    const auto query_gradients = [&](int stage) {
+        const uint64_t a = operand(shared.k + me * kv_chunk, kv_chunk), b = operand(shared.ds[stage]);
         ptx::wgmma_fence();
 #pragma unroll
         for (int x = 0; x < keys / 16; ++x)
-            ptx::Wgmma<dq_rows, T, 1, 0>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), x != 0);
+            ptx::Wgmma<q_tile, T, 1, 0>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), x != 0);
         ptx::wgmma_commit();
     };
-    // What left in a step is in the sums.
-    const auto announce = [&](uint32_t n) {
+    // What left in a step is in the sums; `stores`: copies begun since.
+    const auto announce = [&](uint32_t n, auto stores) {
         if (lane == 0) {
-            ptx::bulk_wait<0>();
+            ptx::bulk_wait<decltype(stores)::value>();
             ptx::mbarrier_wait(&shared.added_empty[n % added_stages], (n / added_stages & 1) ^ 1);
             ptx::mbarrier_arrive(&shared.added_full[n % added_stages]);
         }
@@ -336,34 +402,30 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
         if (uniform(t.flags) & the_end) break;
         // In registers: behind products a load from shared memory takes 300 cycles.
-        const int lo = uniform(t.lo), hi = uniform(t.hi), first = uniform(t.first), whole_lo = uniform(t.whole_lo), whole_hi = uniform(t.whole_hi), k_of = k_stage(tiles);
+        const int lo = uniform(t.lo), hi = uniform(t.hi), first = uniform(t.first), whole_lo = uniform(t.whole_lo), whole_hi = uniform(t.whole_hi);
         const bool alone = uniform(t.kv_len) <= keys;
         int sums = uniform(t.kv_head) * p.group * p.blocks + uniform(t.block) + first;  // the row block's place
 #pragma unroll
         for (int x = 0; x < head_dim / 2; ++x) dk[x] = dv[x] = 0.0f;
-        ptx::mbarrier_wait(&shared.k_full[k_of], k_phase(tiles));
+        ptx::mbarrier_wait(&shared.k_full, tiles & 1);
         int block = first, left = (hi - lo) * p.group;
         float4 of_rows[q_tile / 16];
-        const auto scores = [&](uint32_t n) { row_products(s, shared.k[k_of] + me * 64 * 128, shared.q[stage_of(n)]); };
-        if (left > 0) {
-            ptx::mbarrier_wait(&shared.q_full[stage_of(step)], phase_of(step));
-            of_columns(of_rows, shared.lse[stage_of(step)]);
-            scores(step);
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_hold(s);
-        }
         bool leaves = false;
 #pragma unroll 1
         for (; left > 0; --left) {
-            const bool next = left > 1;
             const int stage = stage_of(step);
             uint32_t p_fragments[q_tile / 16][4], ds_fragments[q_tile / 16][4];
 
+            ptx::mbarrier_wait(&shared.q_full[stage], phase_of(step));
+            of_columns(of_rows, shared.lse[stage]);
+            row_products(s, shared.k + me * 64 * 128, shared.q[stage]);
             ptx::mbarrier_wait(&shared.v_full, tiles & 1);
             ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
             row_products(dp, shared.v + me * 64 * 128, shared.d_o[stage]);
 
             // p^T = exp2(s^T * scale - lse), at most 1
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_hold(s);
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x) {
                 const auto probability = [&](float& value, float lse) { value = ptx::exp2_approx(ptx::min_nan(fmaf(value, p.scale_log2, lse), 0.0f)); };
@@ -397,7 +459,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             of_columns(of_rows, shared.delta[stage]);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(dp);
-            if (!next && lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
+            if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x) {
                 // p as it entered dv, in 16 bits: holding it in fp32 until here would cost registers that are not there.
@@ -408,9 +470,6 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 const float4 d = of_rows[x];
                 gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
             }
-
-            // dk += ds^T q; behind it ds goes to shared memory.
-            accumulate(dk, ds_fragments, shared.q[stage]);
             // Both consumers have multiplied what was here two steps ago: they have met since.
             const uint32_t own_place = ptx::smem_address(shared.ds[stage]) + me * q_chunk +
                                        opaque((lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2 ^ lane % 8) << 4));
@@ -420,24 +479,25 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             ptx::fence_async_shared();
             ptx::named_barrier_sync(1, 256);  // ds is complete
 
-            // Behind dq the next step's scores: where there is none this one's once more, and nobody looks (behind a branch they would make
-            // the assembler serialize all products).
-            query_gradients(k_of, stage);
-            if (leaves) announce(step - 1);
+            query_gradients(stage);
+            accumulate(dk, ds_fragments, shared.q[stage]);
+            if (leaves) {
+                announce(step - 1, std::integral_constant<int, 0>{});
+            } else {
+                if (lane == 0) ptx::bulk_wait_read<0>();  // of the tile before
+                __syncwarp();
+            }
             leaves = true;
-            if (next) ptx::mbarrier_wait(&shared.q_full[stage ^ 1], phase_of(step + 1));
             ptx::wgmma_wait<2>();  // dv
             if (lane == 0) ptx::mbarrier_arrive(&shared.do_empty[stage]);
-            ptx::wgmma_wait<1>();  // dk
-            if (next && lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
-            scores(step + next);
             ptx::wgmma_wait<1>();  // dq
             ptx::wgmma_hold(dq);
+            if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.k_empty);
 
             if (!alone) {
                 float4* const own = reinterpret_cast<float4*>(leaving) + lane;
 #pragma unroll
-                for (int x = 0; x < dq_rows / 8; ++x) own[32 * x] = float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]};
+                for (int x = 0; x < q_tile / 8; ++x) own[32 * x] = float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]};
                 ptx::fence_async_shared();
                 __syncwarp();
                 if (lane == 0) {
@@ -445,21 +505,15 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                     ptx::bulk_commit();
                 }
             } else {
-                const int row = t.q_row + block * q_tile, row0 = head_dim == 128 ? 0 : me * dq_rows;
+                const int row = t.q_row + block * q_tile;
                 const int head = t.kv_head * p.group + p.group - 1 - (left - 1) / (hi - lo);
-                const Place place = place_in(p, row + row0, head, min(t.q_len - block * q_tile, p.o_rows - row) - row0,
-                                             (head_dim == 128 ? 64 * me : 0) + 16 * warp);
+                const Place place = place_in(p, row, head, min(t.q_len - block * q_tile, p.o_rows - row), own_row);
 #pragma unroll
-                for (int x = 0; x < dq_rows / 8; ++x)
+                for (int x = 0; x < q_tile / 8; ++x)
                     store_columns(place, p.dq_row_bytes, 8 * x, 0, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
             }
-            if (next) of_columns(of_rows, shared.lse[stage ^ 1]);
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_hold(s);
-            if (!next && lane == 0) {
-                ptx::mbarrier_arrive(&shared.q_empty[stage]);
-                ptx::mbarrier_arrive(&shared.k_empty[k_of]);
-            }
+            ptx::wgmma_wait<0>();  // dk
+            if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
             const int went = block > lo ? -1 : hi - 1 - lo;
             block += went, sums += went;
             if (block == first) sums += p.blocks;
@@ -469,12 +523,11 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         ptx::wgmma_hold(dv);
         if (hi == lo && lane == 0) {
             ptx::mbarrier_wait(&shared.v_full, tiles & 1);
-            ptx::mbarrier_arrive(&shared.k_empty[k_of]);
+            ptx::mbarrier_arrive(&shared.k_empty);
             ptx::mbarrier_arrive(&shared.v_empty);
         }
 
         // dk and dv leave, 16 rows of each, through what dq left through.
-        if (leaves) announce(step - 1);
         const int rows = min(16, t.kv_len - t.key0 - own_row), row = t.kv_row + t.key0 + own_row;
         const auto leave = [&](const CUtensorMap* map, const float(&from)[head_dim / 2], float factor) {
             if (lane == 0) ptx::bulk_wait_read<0>();
@@ -488,19 +541,17 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                                  ptx::pack<T>(from[4 * x + 6] * factor, from[4 * x + 7] * factor));
             ptx::fence_async_shared();
             __syncwarp();
-            if (lane == 0 && rows > 0) {
+            if (lane == 0) {
 #pragma unroll
-                for (int x = 0; x < chunks; ++x) ptx::tma_store_rows(map, leaving + x * 2048, 64 * x, row, rows, t.kv_head);
+                for (int x = 0; x < chunks; ++x)
+                    if (rows > 0) ptx::tma_store_rows(map, leaving + x * 2048, 64 * x, row, rows, t.kv_head);
                 ptx::bulk_commit();
             }
         };
         leave(map_dv, dv, 1.0f);
+        if (leaves) announce(step - 1, std::integral_constant<int, 1>{});
         leave(map_dk, dk, p.scale);
-        if (lane == 0) {
-            ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
-            ptx::bulk_wait_read<0>();
-        }
-        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
     }
     if (lane == 0) ptx::bulk_wait<0>();
 }
@@ -538,10 +589,8 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
             ptx::mbarrier_init(&shared.q_empty[i], 8);
             ptx::mbarrier_init(&shared.do_empty[i], 8);
         }
-        for (int i = 0; i < k_stages; ++i) {
-            ptx::mbarrier_init(&shared.k_full[i], 1);
-            ptx::mbarrier_init(&shared.k_empty[i], 8);
-        }
+        ptx::mbarrier_init(&shared.k_full, 1);
+        ptx::mbarrier_init(&shared.k_empty, 8);
         ptx::mbarrier_init(&shared.v_full, 1);
         ptx::mbarrier_init(&shared.v_empty, 8);
         ptx::mbarrier_init_fence();
@@ -558,10 +607,13 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
             if (ptx::elect_one()) produce(shared, p, &map_q, &map_k, &map_v, &map_do);
-        } else if (warp == 1) {
-            count_additions(shared, p);
         } else {
-            finish_query_gradients(shared, p, warp - 2);
+            zero_first_items(p, warp - 1);
+            if (warp == 1) {
+                count_additions(shared, p);
+            } else {
+                finish_query_gradients(shared, p, warp - 2);
+            }
         }
     } else {
         ptx::registers_acquire<consumer_registers>();

@@ -162,8 +162,8 @@ typedef struct JfaBackwardParams {
 } JfaBackwardParams;
 
 /* Parameters of `jfa_backward_prepare_*` (by value), which goes before `jfa_backward_unordered_*`. For every row of every row block:
- * -lse * log2(e) or what makes p 0 (-inf: rows that see no key, rows past the sequence), and -delta = -rowsum(o * do). The sums of dq become
- * zero where a sequence has more than one tile. Rows of dq that no tile sees become zero.
+ * -lse * log2(e) or what makes p 0 (-inf: rows that see no key, rows past the sequence), and -delta = -rowsum(o * do). Rows of dq that no
+ * tile sees become zero.
  *
  *   row blocks       blocks = total_q / q_tile + batch per query head
  *   `partial`        heads_q * blocks * JFA_UNORDERED_BLOCK_BYTES, aligned 128

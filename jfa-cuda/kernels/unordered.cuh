@@ -7,20 +7,14 @@
 #include "params.h"
 #include "schedule.cuh"
 
-#ifndef JFA_HEAD_DIM
-#define JFA_HEAD_DIM 128
-#endif
 #ifndef JFA_TYPE
 #define JFA_TYPE bf16
-#endif
-#ifndef JFA_Q_TILE
-#define JFA_Q_TILE 80
 #endif
 
 namespace jfa {
 
-constexpr int head_dim = JFA_HEAD_DIM;  // columns of the products; wider than the tensors' by zero fill
-constexpr int q_tile = JFA_Q_TILE;      // a multiple of 16
+constexpr int head_dim = 128;  // columns of the products; wider than the tensors' by zero fill
+constexpr int q_tile = 80;     // a multiple of 16
 constexpr int keys = JFA_BACKWARD_KEYS;
 constexpr int sums_bytes = q_tile * head_dim * 4;
 constexpr int block_bytes = JFA_UNORDERED_BLOCK_BYTES(q_tile, head_dim);
