@@ -71,17 +71,18 @@ struct Finished {
 struct SharedMemory {
     uint8_t k[kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
-    uint8_t ds[2][ds_bytes];
+    uint8_t ds[ds_bytes];
+    uint8_t finishing[2][2][share];  // per half of a row block: sums on their way to dq, of 16 columns
     uint8_t leaving[8][share];  // of a warp: its share of a step's dq as it lies in the registers; at the end of a tile its rows of dv and dk
     float lse[2][q_tile];       // -lse * log2(e), -inf: p is 0; at place_of(row)
     float delta[2][q_tile];     // -delta, likewise
     Tile tile[2];
     uint64_t tile_full[2], tile_empty[2];
     uint64_t k_full, k_empty, v_full, v_empty;
-    uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2];
+    uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2], ds_empty;
     Finished finished[finished_stages];
     uint64_t added_full[added_stages], added_empty[added_stages];  // a step's dq is in the sums
-    uint64_t finished_full[finished_stages], finished_empty[finished_stages];
+    uint64_t finished_full[finished_stages], finished_empty[finished_stages], finishing_full[2][2];
 };
 static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
 
@@ -132,7 +133,7 @@ __device__ __forceinline__ void zero_sums(const JfaBackwardParams& p, int block)
     if (lane == 0) ptx::store_release(state_of(p, block), zeroed);
 }
 
-// What is to be zeroed for an item: tile t of a sequence's T has row blocks [n t / T, n (t + 1) / T) of its n.
+// What is to be zeroed for an item: of the n row blocks of a sequence of T tiles those where tile t begins, [n - n (t + 1) / T, n - n t / T).
 struct Share {
     int head, block;   // of the first query head, its first row block
     int width, count;  // row blocks of a head, of all heads
@@ -144,20 +145,21 @@ __device__ __forceinline__ Share share_of(const JfaBackwardParams& p, uint32_t i
     const JfaSequence s = p.sequences[unit.sequence];
     if (s.kv_len <= keys) return share;
     const long long blocks = (s.q_len + q_tile - 1) / q_tile, tile = unit.first / keys, tiles = (s.kv_len + keys - 1) / keys;
-    const int from = static_cast<int>(blocks * tile / tiles);
+    const int from = static_cast<int>(blocks - blocks * (tile + 1) / tiles);
     share.head = item % p.heads_kv * p.group;
     share.block = first_block(s.o_row, unit.sequence) + from;
-    share.width = static_cast<int>(blocks * (tile + 1) / tiles) - from;
+    share.width = static_cast<int>(blocks - blocks * tile / tiles) - from;
     share.count = share.width * p.group;
     return share;
 }
 __device__ __forceinline__ void zero_part(const JfaBackwardParams& p, const Share& share, int n) {
     zero_sums<32>(p, (share.head + n / share.width) * p.blocks + share.block + n % share.width);
 }
-// How many items ahead. More than the first, longest sequence has, so that its own row blocks are done when its tiles begin.
+// How many items ahead: as many as the first, longest sequence has, so that its row blocks are zero when its tiles come to them, and a few
+// tens that begin meanwhile. More would push the sums that are in use out of the L2.
 __device__ __forceinline__ uint32_t lead_of(const JfaBackwardParams& p) {
     const int tiles = p.header->backward_units ? (p.sequences[p.units[0].sequence].kv_len + keys - 1) / keys : 0;
-    return 2 * gridDim.x + static_cast<uint32_t>(tiles) * p.heads_kv;
+    return 64 + min(tiles * p.heads_kv, 128);
 }
 // Of the first items, dealt to three warps of every CTA.
 __device__ __forceinline__ void zero_first_items(const JfaBackwardParams& p, int me) {
@@ -265,7 +267,9 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
     const uint32_t lead = lead_of(p);
     uint32_t steps = 0, listed = 0;
     const auto list = [&](const Finished& f) {
+        __syncwarp();
         if (lane == 0) {
+            ptx::fence_acquire();
             ptx::mbarrier_wait(&shared.finished_empty[listed % finished_stages], (listed / finished_stages & 1) ^ 1);
             shared.finished[listed % finished_stages] = f;
             ptx::mbarrier_arrive(&shared.finished_full[listed % finished_stages]);
@@ -291,7 +295,7 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
                 if (lane == 0) ptx::mbarrier_arrive(&shared.added_empty[steps % added_stages]);
                 if (t.kv_len <= keys) continue;  // nothing was added
                 int before = 0;
-                if (lane == 0) before = ptx::atomic_add_ordered(p.control + 32 + block, 1);
+                if (lane == 0) before = ptx::atomic_add_release(p.control + 32 + block, 1);
                 if (__shfl_sync(~0u, before, 0) + 1 == all.end - all.first)
                     list({block, head, row, min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile)});
             }
@@ -313,20 +317,26 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.finished_empty[stage]);
         if (f.block < 0) return;
-        const char* sums = block_at(p.partial, f.block) + half * 4 * share + 16 * lane;
+        char* const sums = block_at(p.partial, f.block) + half * 4 * share;
         Place place = place_in(p, f.q_row, f.head, f.rows, 64 * half);
+        const auto fetch = [&](int columns, int turn) {
+            uint64_t* const full = &shared.finishing_full[half][turn];
+            ptx::mbarrier_arrive_expect_tx(full, share);
+            ptx::bulk_load(shared.finishing[half][turn], sums + columns * share, share, full);
+        };
+        if (lane == 0) fetch(0, 0), fetch(1, 1);
 #pragma unroll 1
-        for (int x = 0; x < q_tile / 8; ++x, sums += 512) {
-            float4 sum[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) sum[w] = ptx::load_l2(reinterpret_cast<const float4*>(sums + w * share));
-#pragma unroll
-            for (int w = 0; w < 4; ++w) store_columns(place, 0, 0, 16 * w, sum[w], p.scale);
-            place.to += 8 * p.dq_row_bytes, place.rows -= 8;
+        for (int columns = 0; columns < 4; ++columns, place.to += 32, place.columns -= 16) {
+            const int turn = columns & 1;
+            ptx::mbarrier_wait(&shared.finishing_full[half][turn], columns >> 1 & 1);
+            const float* from = reinterpret_cast<const float*>(shared.finishing[half][turn]) + 4 * lane;
+#pragma unroll 2
+            for (int x = 0; x < q_tile / 8; ++x) store_columns(place, p.dq_row_bytes, 8 * x, 0, ptx::load_shared(from + 128 * x), p.scale);
+            __syncwarp();
+            if (lane == 0 && columns < 2) fetch(columns + 2, turn);
         }
         // The L2 need not write the sums to memory.
-        __syncwarp();
-        for (int x = lane; x < 4 * share / 128; x += 32) ptx::discard_l2(block_at(p.partial, f.block) + half * 4 * share + 128 * x);
+        for (int x = lane; x < 4 * share / 128; x += 32) ptx::discard_l2(sums + 128 * x);
     }
 }
 
@@ -377,8 +387,8 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         ptx::wgmma_commit();
     };
     // dq^T = k^T ds^T
-    const auto query_gradients = [&](int stage) {
-        const uint64_t a = operand(shared.k + me * kv_chunk, kv_chunk), b = operand(shared.ds[stage]);
+    const auto query_gradients = [&] {
+        const uint64_t a = operand(shared.k + me * kv_chunk, kv_chunk), b = operand(shared.ds);
         ptx::wgmma_fence();
 #pragma unroll
         for (int x = 0; x < keys / 16; ++x)
@@ -470,8 +480,8 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 const float4 d = of_rows[x];
                 gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
             }
-            // Both consumers have multiplied what was here two steps ago: they have met since.
-            const uint32_t own_place = ptx::smem_address(shared.ds[stage]) + me * q_chunk +
+            ptx::mbarrier_wait(&shared.ds_empty, (step & 1) ^ 1);
+            const uint32_t own_place = ptx::smem_address(shared.ds) + me * q_chunk +
                                        opaque((lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2 ^ lane % 8) << 4));
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x)
@@ -479,7 +489,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             ptx::fence_async_shared();
             ptx::named_barrier_sync(1, 256);  // ds is complete
 
-            query_gradients(stage);
+            query_gradients();
             accumulate(dk, ds_fragments, shared.q[stage]);
             if (leaves) {
                 announce(step - 1, std::integral_constant<int, 0>{});
@@ -492,7 +502,10 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             if (lane == 0) ptx::mbarrier_arrive(&shared.do_empty[stage]);
             ptx::wgmma_wait<1>();  // dq
             ptx::wgmma_hold(dq);
-            if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.k_empty);
+            if (lane == 0) {
+                ptx::mbarrier_arrive(&shared.ds_empty);
+                if (left == 1) ptx::mbarrier_arrive(&shared.k_empty);
+            }
 
             if (!alone) {
                 float4* const own = reinterpret_cast<float4*>(leaving) + lane;
@@ -591,6 +604,8 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         }
         ptx::mbarrier_init(&shared.k_full, 1);
         ptx::mbarrier_init(&shared.k_empty, 8);
+        for (int i = 0; i < 4; ++i) ptx::mbarrier_init(&shared.finishing_full[0][0] + i, 1);
+        ptx::mbarrier_init(&shared.ds_empty, 8);
         ptx::mbarrier_init(&shared.v_full, 1);
         ptx::mbarrier_init(&shared.v_empty, 8);
         ptx::mbarrier_init_fence();

@@ -25,12 +25,13 @@ __device__ __forceinline__ int atomic_add(int* p, int v) {
     asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
-// After everything that this thread has seen; whoever adds later sees that too.
-__device__ __forceinline__ int atomic_add_ordered(int* p, int v) {
+// After everything that this thread has seen; who finds out by the number and then calls fence_acquire sees that too.
+__device__ __forceinline__ int atomic_add_release(int* p, int v) {
     int old;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+    asm volatile("atom.release.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
+__device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ float4 load_l2(const float4* p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
