@@ -11,8 +11,8 @@
 //   zeros       where sums are about to begin are written a few hundred items ahead, not for all rows before all tiles: so they stay in the
 //               L2, and so do the sums, which are thrown away once they are stored. Who takes item i zeroes its share of the sequence of
 //               item i + lead; who comes to a row block that nobody has begun to zero does it itself, hence no wait can be endless
-//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 counts additions and zeroes; warps 2 and 3 store finished row
-//               blocks, a half each, from a list: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
+//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 counts additions and lists finished row blocks; warp 2 stores
+//               them, at its own pace: a tile may finish all of its row blocks, others none; warp 3 zeroes. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
 //               the rows (64), hence one barrier between them in a step
 //   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
 //               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
@@ -47,7 +47,7 @@ constexpr int q_bytes = chunks * q_chunk;
 constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 keys per consumer
 constexpr int share = 16 * q_tile * 4;  // bytes of a step's dq that a warp has: 16 columns
 constexpr int added_stages = 4;
-constexpr int finished_stages = 16;
+constexpr int finished_stages = 16, finishing_stages = 4;
 static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
 
 enum : int { the_end = 1 };
@@ -72,7 +72,7 @@ struct SharedMemory {
     uint8_t k[kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
     uint8_t ds[ds_bytes];
-    uint8_t finishing[2][2][share];  // per half of a row block: sums on their way to dq, of 16 columns
+    uint8_t finishing[finishing_stages][share];  // sums on their way to dq, of 16 columns
     uint8_t leaving[8][share];  // of a warp: its share of a step's dq as it lies in the registers; at the end of a tile its rows of dv and dk
     float lse[2][q_tile];       // -lse * log2(e), -inf: p is 0; at place_of(row)
     float delta[2][q_tile];     // -delta, likewise
@@ -82,36 +82,12 @@ struct SharedMemory {
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2], ds_empty;
     Finished finished[finished_stages];
     uint64_t added_full[added_stages], added_empty[added_stages];  // a step's dq is in the sums
-    uint64_t finished_full[finished_stages], finished_empty[finished_stages], finishing_full[2][2];
+    uint64_t finished_full[finished_stages], finished_empty[finished_stages], finishing_full[finishing_stages];
 };
 static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
 
 __device__ __forceinline__ int stage_of(uint32_t n) { return n & 1; }
 __device__ __forceinline__ uint32_t phase_of(uint32_t n) { return (n >> 1) & 1; }
-
-// The first row block from row x on.
-constexpr int all_blocks = 1 << 25;
-__device__ __forceinline__ int block_from(long long x) { return x <= 0 ? 0 : static_cast<int>(min((x + q_tile - 1) / q_tile, 1ll * all_blocks)); }
-
-__device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, const JfaSequence& s, int sequence, int key0, uint32_t item) {
-    const int shift = diagonal_shift(p.mask, s.q_len, s.kv_len), end = min(key0 + keys, s.kv_len);
-    const int row_lo = first_row(p.mask, key0, shift), row_hi = min(s.q_len, end_row(p.mask, end - 1, shift, s.q_len));
-    const bool empty = end <= key0 || row_lo >= row_hi;
-    t.flags = 0;
-    t.item = item;
-    t.lo = empty ? 0 : row_lo / q_tile;
-    t.hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
-    // Under a mask tiles have different rows anyway.
-    const bool goes_round = p.mask.left < 0 && p.mask.right < 0;
-    t.first = t.hi - 1 - (goes_round ? static_cast<int>(static_cast<long long>(t.hi) * (key0 / keys) / max(1, (s.kv_len + keys - 1) / keys)) : 0);
-    t.q_row = s.q_row, t.o_row = s.o_row, t.q_len = s.q_len;
-    t.kv_row = s.kv_row, t.kv_len = s.kv_len, t.key0 = key0;
-    t.kv_head = item % p.heads_kv;
-    t.block = first_block(s.o_row, sequence);
-    // Row r sees keys r + shift - left .. r + shift + right.
-    t.whole_hi = p.mask.left < 0 ? all_blocks : block_from(key0 - 1ll * shift + p.mask.left - q_tile + 2);
-    t.whole_lo = s.kv_len < key0 + keys ? all_blocks : p.mask.right < 0 ? 0 : block_from(key0 + keys - 1ll * shift - p.mask.right - 1);
-}
 
 // ------------------------------------------------------------------------------------------------------------------- zeros
 enum : int { unzeroed, being_zeroed, zeroed };
@@ -133,6 +109,24 @@ __device__ __forceinline__ void zero_sums(const JfaBackwardParams& p, int block)
     if (lane == 0) ptx::store_release(state_of(p, block), zeroed);
 }
 
+// Item i: a unit and a key/value head. The tiles of a sequence and head are items one after another.
+struct Item {
+    JfaSequence sequence;
+    int unit_sequence, tile, tiles, kv_head;
+};
+__device__ __forceinline__ Item item_of(const JfaBackwardParams& p, uint32_t i) {
+    Item item;
+    const uint32_t place = i / p.heads_kv;  // in the list; of this sequence's units some one, since they are neighbours there
+    const JfaUnit unit = p.units[place];
+    item.unit_sequence = unit.sequence;
+    item.sequence = p.sequences[unit.sequence];
+    item.tiles = max(1, (item.sequence.kv_len + keys - 1) / keys);
+    const uint32_t first = (place - max(0, unit.first) / keys) * p.heads_kv;
+    item.kv_head = (i - first) / item.tiles;
+    item.tile = (i - first) % item.tiles;
+    return item;
+}
+
 // What is to be zeroed for an item: of the n row blocks of a sequence of T tiles those where tile t begins, [n - n (t + 1) / T, n - n t / T).
 struct Share {
     int head, block;   // of the first query head, its first row block
@@ -141,36 +135,70 @@ struct Share {
 __device__ __forceinline__ Share share_of(const JfaBackwardParams& p, uint32_t item) {
     Share share{0, 0, 1, 0};
     if (item >= static_cast<uint32_t>(p.header->backward_units) * static_cast<uint32_t>(p.heads_kv)) return share;
-    const JfaUnit unit = p.units[item / p.heads_kv];
-    const JfaSequence s = p.sequences[unit.sequence];
-    if (s.kv_len <= keys) return share;
-    const long long blocks = (s.q_len + q_tile - 1) / q_tile, tile = unit.first / keys, tiles = (s.kv_len + keys - 1) / keys;
-    const int from = static_cast<int>(blocks - blocks * (tile + 1) / tiles);
-    share.head = item % p.heads_kv * p.group;
-    share.block = first_block(s.o_row, unit.sequence) + from;
-    share.width = static_cast<int>(blocks - blocks * tile / tiles) - from;
+    const Item it = item_of(p, item);
+    if (it.sequence.kv_len <= keys) return share;
+    const long long blocks = (it.sequence.q_len + q_tile - 1) / q_tile;
+    const int from = static_cast<int>(blocks - blocks * (it.tile + 1) / it.tiles);
+    share.head = it.kv_head * p.group;
+    share.block = first_block(it.sequence.o_row, it.unit_sequence) + from;
+    share.width = static_cast<int>(blocks - blocks * it.tile / it.tiles) - from;
     share.count = share.width * p.group;
     return share;
 }
-__device__ __forceinline__ void zero_part(const JfaBackwardParams& p, const Share& share, int n) {
-    zero_sums<32>(p, (share.head + n / share.width) * p.blocks + share.block + n % share.width);
+__device__ __forceinline__ void zero_for(const JfaBackwardParams& p, uint32_t item) {
+    const Share share = share_of(p, item);
+    for (int n = 0; n < share.count; ++n) zero_sums<32>(p, (share.head + n / share.width) * p.blocks + share.block + n % share.width);
 }
-// How many items ahead: as many as the first, longest sequence has, so that its row blocks are zero when its tiles come to them, and a few
-// tens that begin meanwhile. More would push the sums that are in use out of the L2.
+// How many items ahead: as many as may begin at a time, and as the first, longest sequence has, so that its row blocks are zero when its tiles
+// come to them. More would push the sums in use out of the L2.
 __device__ __forceinline__ uint32_t lead_of(const JfaBackwardParams& p) {
     const int tiles = p.header->backward_units ? (p.sequences[p.units[0].sequence].kv_len + keys - 1) / keys : 0;
-    return 64 + min(tiles * p.heads_kv, 128);
+    return gridDim.x + 32 + min(tiles * p.heads_kv, 128);
 }
 // Of the first items, dealt to three warps of every CTA.
-__device__ __forceinline__ void zero_first_items(const JfaBackwardParams& p, int me) {
+__device__ __forceinline__ void zero_first(const JfaBackwardParams& p, int me) {
     const uint32_t lead = lead_of(p);
-    for (uint32_t item = blockIdx.x + gridDim.x * me; item < lead; item += 3 * gridDim.x) {
-        const Share share = share_of(p, item);
-        for (int n = 0; n < share.count; ++n) zero_part(p, share, n);
+    for (uint32_t item = blockIdx.x + gridDim.x * me; item < lead; item += 3 * gridDim.x) zero_for(p, item);
+}
+__device__ void zero_ahead(SharedMemory& shared, const JfaBackwardParams& p) {
+    const uint32_t lead = lead_of(p);
+    for (uint32_t tiles = 0;; ++tiles) {
+        ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
+        const Tile& t = shared.tile[stage_of(tiles)];
+        if (t.flags & the_end) break;
+        const uint32_t item = t.item + lead;
+        __syncwarp();
+        if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
+        zero_for(p, item);
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------- producer
+// The first row block from row x on.
+constexpr int all_blocks = 1 << 25;
+__device__ __forceinline__ int block_from(long long x) { return x <= 0 ? 0 : static_cast<int>(min((x + q_tile - 1) / q_tile, 1ll * all_blocks)); }
+
+__device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, const Item& it, uint32_t item) {
+    const JfaSequence& s = it.sequence;
+    const int key0 = it.tile * keys, shift = diagonal_shift(p.mask, s.q_len, s.kv_len), end = min(key0 + keys, s.kv_len);
+    const int row_lo = first_row(p.mask, key0, shift), row_hi = min(s.q_len, end_row(p.mask, end - 1, shift, s.q_len));
+    const bool empty = end <= key0 || row_lo >= row_hi;
+    t.flags = 0;
+    t.item = item;
+    t.lo = empty ? 0 : row_lo / q_tile;
+    t.hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
+    // Under a mask tiles have different rows anyway.
+    const bool goes_round = p.mask.left < 0 && p.mask.right < 0;
+    t.first = t.hi - 1 - (goes_round ? static_cast<int>(static_cast<long long>(t.hi) * it.tile / it.tiles) : 0);
+    t.q_row = s.q_row, t.o_row = s.o_row, t.q_len = s.q_len;
+    t.kv_row = s.kv_row, t.kv_len = s.kv_len, t.key0 = key0;
+    t.kv_head = it.kv_head;
+    t.block = first_block(s.o_row, it.unit_sequence);
+    // Row r sees keys r + shift - left .. r + shift + right.
+    t.whole_hi = p.mask.left < 0 ? all_blocks : block_from(key0 - 1ll * shift + p.mask.left - q_tile + 2);
+    t.whole_lo = s.kv_len < key0 + keys ? all_blocks : p.mask.right < 0 ? 0 : block_from(key0 + keys - 1ll * shift - p.mask.right - 1);
+}
+
 __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_q, const CUtensorMap* map_k,
                         const CUtensorMap* map_v, const CUtensorMap* map_do) {
     const uint32_t items = static_cast<uint32_t>(p.header->backward_units) * static_cast<uint32_t>(p.heads_kv);
@@ -181,10 +209,10 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
     uint32_t tiles = 0, step = 0;
     uint32_t item = ptx::atomic_add(p.control, 1);
     for (; item < items; ++tiles) {
-        const JfaUnit unit = p.units[item / p.heads_kv];
+        const Item it = item_of(p, item);
         ptx::mbarrier_wait(&shared.tile_empty[stage_of(tiles)], phase_of(tiles) ^ 1);
         Tile& t = shared.tile[stage_of(tiles)];
-        fill_tile(t, p, p.sequences[unit.sequence], unit.sequence, max(0, unit.first), item);
+        fill_tile(t, p, it, item);
         ptx::mbarrier_arrive(&shared.tile_full[stage_of(tiles)]);
         bool first = true, drawn = false;
 #pragma unroll 1
@@ -264,7 +292,6 @@ __device__ __forceinline__ void store_columns(const Place& place, long long row_
 // Counts what has been added to every row block of the CTA's steps; lists those to which nothing more comes.
 __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p) {
     const int lane = ptx::lane_id();
-    const uint32_t lead = lead_of(p);
     uint32_t steps = 0, listed = 0;
     const auto list = [&](const Finished& f) {
         __syncwarp();
@@ -280,14 +307,11 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
         ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
         const Tile& t = shared.tile[stage_of(tiles)];
         if (t.flags & the_end) break;
-        const Share share = share_of(p, t.item + lead);
-        int zeroed_parts = 0;  // one a step
 #pragma unroll 1
         for (int member = 0; member < p.group; ++member) {
             const int head = t.kv_head * p.group + member, blocks = t.hi - t.lo;
 #pragma unroll 1
             for (int n = 0, i = t.first; n < blocks; ++n, ++steps, i = i > t.lo ? i - 1 : t.hi - 1) {
-                if (zeroed_parts < share.count) zero_part(p, share, zeroed_parts++);
                 const TileRange all = tiles_of_block(p.mask, t.q_len, t.kv_len, i);
                 const int block = head * p.blocks + t.block + i, row = t.q_row + i * q_tile;
                 ptx::mbarrier_wait(&shared.added_full[steps % added_stages], steps / added_stages & 1);
@@ -300,15 +324,14 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
                     list({block, head, row, min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile)});
             }
         }
-        for (; zeroed_parts < share.count; ++zeroed_parts) zero_part(p, share, zeroed_parts);
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
     }
     list({-1, 0, 0, 0});
 }
 
-// Stores one half of every row block listed.
-__device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p, int half) {
+// Stores the row blocks listed.
+__device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p) {
     const int lane = ptx::lane_id();
     for (uint32_t n = 0;; ++n) {
         const int stage = n % finished_stages;
@@ -317,26 +340,27 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.finished_empty[stage]);
         if (f.block < 0) return;
-        char* const sums = block_at(p.partial, f.block) + half * 4 * share;
-        Place place = place_in(p, f.q_row, f.head, f.rows, 64 * half);
-        const auto fetch = [&](int columns, int turn) {
-            uint64_t* const full = &shared.finishing_full[half][turn];
+        char* const sums = block_at(p.partial, f.block);
+        Place place = place_in(p, f.q_row, f.head, f.rows, 0);
+        const auto fetch = [&](int part) {
+            uint64_t* const full = &shared.finishing_full[part % finishing_stages];
             ptx::mbarrier_arrive_expect_tx(full, share);
-            ptx::bulk_load(shared.finishing[half][turn], sums + columns * share, share, full);
+            ptx::bulk_load(shared.finishing[part % finishing_stages], sums + part * share, share, full);
         };
-        if (lane == 0) fetch(0, 0), fetch(1, 1);
+        if (lane == 0)
+            for (int part = 0; part < finishing_stages; ++part) fetch(part);
+        static_assert(8 / finishing_stages == 2, "a block takes both phases of a stage");
 #pragma unroll 1
-        for (int columns = 0; columns < 4; ++columns, place.to += 32, place.columns -= 16) {
-            const int turn = columns & 1;
-            ptx::mbarrier_wait(&shared.finishing_full[half][turn], columns >> 1 & 1);
-            const float* from = reinterpret_cast<const float*>(shared.finishing[half][turn]) + 4 * lane;
+        for (int part = 0; part < 8; ++part, place.to += 32, place.columns -= 16) {
+            ptx::mbarrier_wait(&shared.finishing_full[part % finishing_stages], part / finishing_stages);
+            const float* from = reinterpret_cast<const float*>(shared.finishing[part % finishing_stages]) + 4 * lane;
 #pragma unroll 2
             for (int x = 0; x < q_tile / 8; ++x) store_columns(place, p.dq_row_bytes, 8 * x, 0, ptx::load_shared(from + 128 * x), p.scale);
             __syncwarp();
-            if (lane == 0 && columns < 2) fetch(columns + 2, turn);
+            if (lane == 0 && part + finishing_stages < 8) fetch(part + finishing_stages);
         }
         // The L2 need not write the sums to memory.
-        for (int x = lane; x < 4 * share / 128; x += 32) ptx::discard_l2(sums + 128 * x);
+        for (int x = lane; x < sums_bytes / 128; x += 32) ptx::discard_l2(sums + 128 * x);
     }
 }
 
@@ -592,11 +616,11 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         }
         for (int i = 0; i < finished_stages; ++i) {
             ptx::mbarrier_init(&shared.finished_full[i], 1);
-            ptx::mbarrier_init(&shared.finished_empty[i], 2);
+            ptx::mbarrier_init(&shared.finished_empty[i], 1);
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(&shared.tile_full[i], 1);
-            ptx::mbarrier_init(&shared.tile_empty[i], 8 + 1);
+            ptx::mbarrier_init(&shared.tile_empty[i], 8 + 2);
             ptx::mbarrier_init(&shared.q_full[i], 1);
             ptx::mbarrier_init(&shared.do_full[i], 1);
             ptx::mbarrier_init(&shared.q_empty[i], 8);
@@ -604,7 +628,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         }
         ptx::mbarrier_init(&shared.k_full, 1);
         ptx::mbarrier_init(&shared.k_empty, 8);
-        for (int i = 0; i < 4; ++i) ptx::mbarrier_init(&shared.finishing_full[0][0] + i, 1);
+        for (int i = 0; i < finishing_stages; ++i) ptx::mbarrier_init(&shared.finishing_full[i], 1);
         ptx::mbarrier_init(&shared.ds_empty, 8);
         ptx::mbarrier_init(&shared.v_full, 1);
         ptx::mbarrier_init(&shared.v_empty, 8);
@@ -623,12 +647,10 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         if (warp == 0) {
             if (ptx::elect_one()) produce(shared, p, &map_q, &map_k, &map_v, &map_do);
         } else {
-            zero_first_items(p, warp - 1);
-            if (warp == 1) {
-                count_additions(shared, p);
-            } else {
-                finish_query_gradients(shared, p, warp - 2);
-            }
+            zero_first(p, warp - 1);
+            if (warp == 1) count_additions(shared, p);
+            else if (warp == 2) finish_query_gradients(shared, p);
+            else zero_ahead(shared, p);
         }
     } else {
         ptx::registers_acquire<consumer_registers>();
