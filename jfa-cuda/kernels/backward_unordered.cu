@@ -11,8 +11,8 @@
 //   zeros       where sums are about to begin are written a few hundred items ahead, not for all rows before all tiles: so they stay in the
 //               L2, and so do the sums, which are thrown away once they are stored. Who takes item i zeroes its share of the sequence of
 //               item i + lead; who comes to a row block that nobody has begun to zero does it itself, hence no wait can be endless
-//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 counts additions and lists finished row blocks; warp 2 stores
-//               them, at its own pace: a tile may finish all of its row blocks, others none; warp 3 zeroes. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
+//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 zeroes, counts additions and lists finished row blocks; warps 2
+//               and 3 store them in turn, at their own pace: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
 //               the rows (64), hence one barrier between them in a step
 //   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
 //               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
@@ -47,7 +47,7 @@ constexpr int q_bytes = chunks * q_chunk;
 constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 keys per consumer
 constexpr int share = 16 * q_tile * 4;  // bytes of a step's dq that a warp has: 16 columns
 constexpr int added_stages = 4;
-constexpr int finished_stages = 16, finishing_stages = 4;
+constexpr int finished_stages = 32, finishing_stages = 2;
 static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
 
 enum : int { the_end = 1 };
@@ -72,7 +72,7 @@ struct SharedMemory {
     uint8_t k[kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
     uint8_t ds[ds_bytes];
-    uint8_t finishing[finishing_stages][share];  // sums on their way to dq, of 16 columns
+    uint8_t finishing[2][finishing_stages][share];  // per warp that stores: sums on their way to dq, of 16 columns
     uint8_t leaving[8][share];  // of a warp: its share of a step's dq as it lies in the registers; at the end of a tile its rows of dv and dk
     float lse[2][q_tile];       // -lse * log2(e), -inf: p is 0; at place_of(row)
     float delta[2][q_tile];     // -delta, likewise
@@ -82,7 +82,7 @@ struct SharedMemory {
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2], ds_empty;
     Finished finished[finished_stages];
     uint64_t added_full[added_stages], added_empty[added_stages];  // a step's dq is in the sums
-    uint64_t finished_full[finished_stages], finished_empty[finished_stages], finishing_full[finishing_stages];
+    uint64_t finished_full[finished_stages], finished_empty[finished_stages], finishing_full[2][finishing_stages];
 };
 static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
 
@@ -160,19 +160,6 @@ __device__ __forceinline__ void zero_first(const JfaBackwardParams& p, int me) {
     const uint32_t lead = lead_of(p);
     for (uint32_t item = blockIdx.x + gridDim.x * me; item < lead; item += 3 * gridDim.x) zero_for(p, item);
 }
-__device__ void zero_ahead(SharedMemory& shared, const JfaBackwardParams& p) {
-    const uint32_t lead = lead_of(p);
-    for (uint32_t tiles = 0;; ++tiles) {
-        ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
-        const Tile& t = shared.tile[stage_of(tiles)];
-        if (t.flags & the_end) break;
-        const uint32_t item = t.item + lead;
-        __syncwarp();
-        if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
-        zero_for(p, item);
-    }
-}
-
 // ---------------------------------------------------------------------------------------------------------------- producer
 // The first row block from row x on.
 constexpr int all_blocks = 1 << 25;
@@ -292,6 +279,7 @@ __device__ __forceinline__ void store_columns(const Place& place, long long row_
 // Counts what has been added to every row block of the CTA's steps; lists those to which nothing more comes.
 __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p) {
     const int lane = ptx::lane_id();
+    const uint32_t lead = lead_of(p);
     uint32_t steps = 0, listed = 0;
     const auto list = [&](const Finished& f) {
         __syncwarp();
@@ -307,6 +295,7 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
         ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
         const Tile& t = shared.tile[stage_of(tiles)];
         if (t.flags & the_end) break;
+        zero_for(p, t.item + lead);
 #pragma unroll 1
         for (int member = 0; member < p.group; ++member) {
             const int head = t.kv_head * p.group + member, blocks = t.hi - t.lo;
@@ -327,13 +316,14 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
     }
+    list({-1, 0, 0, 0});  // for both warps
     list({-1, 0, 0, 0});
 }
 
-// Stores the row blocks listed.
-__device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p) {
+// Stores every other row block listed.
+__device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p, int me) {
     const int lane = ptx::lane_id();
-    for (uint32_t n = 0;; ++n) {
+    for (uint32_t n = me;; n += 2) {
         const int stage = n % finished_stages;
         ptx::mbarrier_wait(&shared.finished_full[stage], n / finished_stages & 1);
         const Finished f = shared.finished[stage];
@@ -343,19 +333,23 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
         char* const sums = block_at(p.partial, f.block);
         Place place = place_in(p, f.q_row, f.head, f.rows, 0);
         const auto fetch = [&](int part) {
-            uint64_t* const full = &shared.finishing_full[part % finishing_stages];
+            uint64_t* const full = &shared.finishing_full[me][part % finishing_stages];
             ptx::mbarrier_arrive_expect_tx(full, share);
-            ptx::bulk_load(shared.finishing[part % finishing_stages], sums + part * share, share, full);
+            ptx::bulk_load(shared.finishing[me][part % finishing_stages], sums + part * share, share, full);
         };
         if (lane == 0)
             for (int part = 0; part < finishing_stages; ++part) fetch(part);
-        static_assert(8 / finishing_stages == 2, "a block takes both phases of a stage");
+        static_assert(8 % (2 * finishing_stages) == 0, "every block begins with the same phases");
 #pragma unroll 1
         for (int part = 0; part < 8; ++part, place.to += 32, place.columns -= 16) {
-            ptx::mbarrier_wait(&shared.finishing_full[part % finishing_stages], part / finishing_stages);
-            const float* from = reinterpret_cast<const float*>(shared.finishing[part % finishing_stages]) + 4 * lane;
-#pragma unroll 2
-            for (int x = 0; x < q_tile / 8; ++x) store_columns(place, p.dq_row_bytes, 8 * x, 0, ptx::load_shared(from + 128 * x), p.scale);
+            ptx::mbarrier_wait(&shared.finishing_full[me][part % finishing_stages], part / finishing_stages & 1);
+            const float* from = reinterpret_cast<const float*>(shared.finishing[me][part % finishing_stages]) + 4 * lane;
+#pragma unroll 1
+            for (int x = 0; x < q_tile / 8; x += 2) {
+                const float4 a = ptx::load_shared(from + 128 * x), b = ptx::load_shared(from + 128 * x + 128);
+                store_columns(place, p.dq_row_bytes, 8 * x, 0, a, p.scale);
+                store_columns(place, p.dq_row_bytes, 8 * x + 8, 0, b, p.scale);
+            }
             __syncwarp();
             if (lane == 0 && part + finishing_stages < 8) fetch(part + finishing_stages);
         }
@@ -620,7 +614,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(&shared.tile_full[i], 1);
-            ptx::mbarrier_init(&shared.tile_empty[i], 8 + 2);
+            ptx::mbarrier_init(&shared.tile_empty[i], 8 + 1);
             ptx::mbarrier_init(&shared.q_full[i], 1);
             ptx::mbarrier_init(&shared.do_full[i], 1);
             ptx::mbarrier_init(&shared.q_empty[i], 8);
@@ -628,7 +622,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         }
         ptx::mbarrier_init(&shared.k_full, 1);
         ptx::mbarrier_init(&shared.k_empty, 8);
-        for (int i = 0; i < finishing_stages; ++i) ptx::mbarrier_init(&shared.finishing_full[i], 1);
+        for (int i = 0; i < 2 * finishing_stages; ++i) ptx::mbarrier_init(&shared.finishing_full[0][0] + i, 1);
         ptx::mbarrier_init(&shared.ds_empty, 8);
         ptx::mbarrier_init(&shared.v_full, 1);
         ptx::mbarrier_init(&shared.v_empty, 8);
@@ -649,8 +643,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         } else {
             zero_first(p, warp - 1);
             if (warp == 1) count_additions(shared, p);
-            else if (warp == 2) finish_query_gradients(shared, p);
-            else zero_ahead(shared, p);
+            else finish_query_gradients(shared, p, warp - 2);
         }
     } else {
         ptx::registers_acquire<consumer_registers>();
