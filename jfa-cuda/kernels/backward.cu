@@ -8,8 +8,8 @@
 //               left operands, ds^T goes to shared memory once for dq. s^T starts from -lse and dp^T from -delta: what the products
 //               leave is the exponent of p^T and the second factor of ds^T
 //   roles       producer warpgroup: warp 0: schedule and TMA; warps 1, 2: delta = rowsum(o * do), once per block of rows; warp 3: lse,
-//               waits for flags. Warpgroup of dq. Two consumer warpgroups of 64 keys each, which go their own ways: they meet nobody
-//               but through barriers of buffers
+//               waits for flags, asks for the next item. Warpgroup of dq. Two consumer warpgroups of 64 keys each, which go their own
+//               ways: they meet nobody but through barriers of buffers
 //   delta       of a pair, each CTA multiplies half of o do^T (half of the columns at head_dim 128, half of the rows at 64) and sends
 //               what it has to its neighbour
 //   dq          a step's dq is multiplied in two halves (32 registers). Of a pair, each CTA sends one half to its neighbour, multiplies the
@@ -17,7 +17,7 @@
 //               first pass leaves its share in `partial` (L2), the others add theirs there, the last one takes the sum along and
 //               stores dq. A pair does the passes of a sequence in their order, hence the same threads add in the same order. Only
 //               sequences too long for one pair have passes on many: they wait for flags
-//   buffers     k: 2 stages (dk leaves through them); v: 1; q, do: 2; o: 2 halves; ds^T: 2 (half of dv leaves through them); the received
+//   buffers     k: 2 stages (dk leaves through them); v: 1; q, do: 2; o: 2 halves; ds^T: 2 (dv leaves through them); the received
 //               half of dq. do's stage is given back in the middle of a step, q's at the end
 //   overlap     behind dp^T and dv nothing but the other consumer; ds^T is written behind dk, whose left operand is registers: products of
 //               64 x 64 take all of shared memory's bandwidth, and whatever else is read or written there waits for them
@@ -99,17 +99,17 @@ struct Segment : Work {
     int later_begin;       // to query blocks from it on a later pass adds too
     int tile, tile_end;    // tiles of the pass
     int zero_lo, zero_hi;  // zero_queries: rows [0, zero_lo) and [zero_hi, q_len) see no key
+    int look_at;           // the query block with whose step the following item is asked for; -1: with none of this segment
 };
 
-// One unit and `cluster` key/value heads: what the schedule thread works on and, looked ahead, what follows.
-struct Item {
-    JfaSequence sequence;
-    int unit_sequence;
-    int kv_head, heads;   // heads [kv_head, kv_head + heads)
+// One unit and `cluster` key/value heads: what the schedule thread works on and what follows. Of a pair one thread asks for both.
+struct alignas(16) Item {
+    int q_row, o_row, q_len, kv_row, kv_len;  // the sequence
     int row_block;        // of the sequence's query block 0, for query head 0
+    int kv_head, heads;   // heads [kv_head, kv_head + heads)
     int tile, tile_end;   // tiles of the unit
-    int whole, passes;    // passes of a head that all CTAs of the cluster share; of the item in this CTA
-    int flags;            // `owned`, or `waits` and `raises`
+    int flags;            // `owned`, or `waits` and `raises`; `the_end`: there is no further item
+    int reserved;
 };
 
 // One pass of an item, with every query head of a key/value head.
@@ -123,11 +123,8 @@ struct Pass {
 
 // Where the thread that schedules and loads is.
 struct Progress {
-    uint32_t item;           // looked ahead
-    int looked;              // how far
-    int now;                 // which of the two items is worked on; toggles, hence also the parity of the claims
-    uint32_t units;          // of the schedule
-    uint32_t tiles, segments;
+    uint32_t items, tiles, segments, v_segment;  // v_segment: of the tile whose v is not loaded yet
+    int looked;              // whether a segment of the item asks for the following one
     int pass, member;        // in the item: the pass and the query head of the group
     int head, number;        // the pass' key/value head and, among its passes, its number
 };
@@ -148,7 +145,7 @@ struct SharedMemory {
     int4 content[2];         // whose rows a stage of q and do holds: row of q, row of o, rows, head
     Work held[8][2];         // every consumer warp's own copies of the segment it works on and the next one
     int segment_known[2][2]; // per consumer: whether the segment after this one is there
-    uint32_t claimed;        // item, written by the first CTA of the cluster
+    uint32_t asked, last_asked;  // in the first CTA of the cluster: how many items have been asked for, the last one
     uint64_t segment_full[segments], segment_empty[segments];
     uint64_t k_full[2], v_full, k_empty[2], v_empty;
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2];
@@ -156,7 +153,7 @@ struct SharedMemory {
     uint64_t delta_full[2], lse_full[2], chain_full[chain_stages];
     uint64_t ds_full[ds_stages], ds_empty[ds_stages];
     uint64_t dq_left[2];     // of steps whose flag is raised
-    uint64_t claim_full, claim_empty;               // claim_empty: in the first CTA
+    uint64_t item_full, item_begun;                 // item_begun, in the first CTA: the other of `item` is free
     uint64_t received_full, neighbour_ready;        // neighbour_ready: it has taken what it received
     uint64_t delta_received, delta_taken;           // the same for delta
 };
@@ -169,7 +166,15 @@ __device__ __forceinline__ uint64_t* segment_full(SharedMemory& shared, uint32_t
 __device__ __forceinline__ uint64_t* segment_empty(SharedMemory& shared, uint32_t n) { return &shared.segment_empty[n % segments]; }
 __device__ __forceinline__ uint32_t segment_phase(uint32_t n) { return (n / segments) & 1; }
 
+// Waits for several phases at once: a look at a barrier takes 90 cycles also where nothing is to be waited for.
+__device__ __forceinline__ void wait_for(uint64_t* a, uint32_t phase_a, uint64_t* b, uint32_t phase_b, uint64_t* c, uint32_t phase_c) {
+    while (!ptx::mbarrier_try_wait(a, phase_a, b, phase_b, c, phase_c)) {}
+}
+
 __device__ __forceinline__ int rank() { return pairs ? ptx::cluster_rank() : 0; }
+
+// Pairs have no broadcast query.
+__device__ __forceinline__ bool is_broadcast(const JfaBackwardParams& p) { return !pairs && p.broadcast; }
 
 // Where a row's lse and delta stand: the four values that a thread needs of 16 rows are neighbours.
 __device__ __forceinline__ int place_of(int row) { return row / 16 * 16 + row / 2 % 4 * 4 + row / 8 % 2 * 2 + row % 2; }
@@ -202,7 +207,7 @@ __device__ __forceinline__ int opaque(int x) {
 __device__ __forceinline__ uint32_t groups_of(const JfaBackwardParams& p) { return (opaque(p.heads_kv) + cluster - 1) / cluster; }
 
 __device__ __forceinline__ uint32_t next_item(const JfaBackwardParams& p, uint32_t units, uint32_t before) {
-    if (!p.broadcast) {
+    if (!is_broadcast(p)) {
         const uint32_t item = ptx::atomic_add(p.control, 1);
         return item < units * groups_of(p) ? item : no_item;
     }
@@ -219,14 +224,47 @@ __device__ __forceinline__ uint32_t next_item(const JfaBackwardParams& p, uint32
     return head < heads && unit < units ? unit * heads + head : no_item;
 }
 
+// Asks for the next item and puts it in `item` of all CTAs of the cluster: one thread of the first one.
+__device__ __forceinline__ void ask_for_item(SharedMemory& shared, const JfaBackwardParams& p) {
+    const uint32_t n = shared.asked;
+    shared.asked = n + 1;
+    if (n > 0) ptx::mbarrier_wait(&shared.item_begun, (n - 1) & 1);
+    const uint32_t id = next_item(p, p.header->backward_units, shared.last_asked);
+    shared.last_asked = id;
+    Item item{};
+    item.flags = the_end;
+    if (id != no_item) {
+        const uint32_t groups = groups_of(p);
+        const JfaUnit unit = p.units[id / groups];
+        const JfaSequence s = p.sequences[unit.sequence];
+        const int tiles = max(1, (s.kv_len + keys - 1) / keys), kv_head = id % groups * cluster, tile = max(0, unit.first) / keys;
+        const bool all = unit.first < 0;  // all tiles of the sequence, or those of one pass
+        item = {s.q_row, s.o_row, s.q_len, s.kv_row, s.kv_len, s.o_row / q_tile + unit.sequence, kv_head, min(cluster, p.heads_kv - kv_head),
+                tile, all ? tiles : min(tiles, tile + cluster), all ? owned : waits | raises, 0};
+    }
+    if (pairs) {
+        for (int r = 0; r < cluster; ++r) {
+            const uint32_t to = ptx::map_to_rank(&shared.item[n & 1], r), full = ptx::map_to_rank(&shared.item_full, r);
+            const auto send = [&](int at, int a, int b, int c, int d) {
+                ptx::store_async(to + at, float4{__int_as_float(a), __int_as_float(b), __int_as_float(c), __int_as_float(d)}, full);
+            };
+            send(0, item.q_row, item.o_row, item.q_len, item.kv_row);
+            send(16, item.kv_len, item.row_block, item.kv_head, item.heads);
+            send(32, item.tile, item.tile_end, item.flags, 0);
+        }
+    } else {
+        shared.item[n & 1] = item;
+        ptx::mbarrier_arrive(&shared.item_full);
+    }
+}
+
 // The first query block from row x on.
 constexpr int all_blocks = 1 << 25;
 __device__ __forceinline__ int block_from(int x) { return x <= 0 ? 0 : x / q_tile + (x % q_tile != 0); }
 
 // The pass has `count` tiles from `tile` on, the CTA works on number `member_tile`. What is read of shared memory is read first.
-__device__ __forceinline__ void fill_segment(Segment& g, const JfaBackwardParams& p, const Item& item, const Pass& pass, int member) {
-    const int q_row = item.sequence.q_row, o_row = item.sequence.o_row, q_len = item.sequence.q_len, kv_row = item.sequence.kv_row;
-    const int kv_len = item.sequence.kv_len, row_block = item.row_block;
+__device__ __forceinline__ void fill_segment(Segment& g, const JfaBackwardParams& p, const Item& item, const Pass& pass, int member, int& looked) {
+    const int q_row = item.q_row, o_row = item.o_row, q_len = item.q_len, kv_row = item.kv_row, kv_len = item.kv_len, row_block = item.row_block;
     const int tile = pass.tile, count = pass.count, member_tile = pass.member_tile, kv_head = pass.kv_head, head = kv_head * p.group + member;
     int flags = pass.flags;
     const int left = opaque(p.mask.left), right = opaque(p.mask.right);
@@ -251,12 +289,18 @@ __device__ __forceinline__ void fill_segment(Segment& g, const JfaBackwardParams
     g.tile_end = tile + count;
     g.kv_head = kv_head;
     g.head = head;
-    g.block = p.broadcast ? (slice_of(p) * p.heads_kv * p.group + head) * p.blocks : head * p.blocks + row_block;
+    g.block = is_broadcast(p) ? (slice_of(p) * p.heads_kv * p.group + head) * p.blocks : head * p.blocks + row_block;
     // Query blocks that see the pass.
     const int row_lo = first_row(begin), row_hi = end_row(end - 1);
     const bool empty = end <= begin || row_lo >= row_hi;
-    g.lo = empty ? 0 : row_lo / q_tile;
-    g.hi = empty ? 0 : block_from(row_hi);
+    const int lo = empty ? 0 : row_lo / q_tile, hi = empty ? 0 : block_from(row_hi);
+    g.lo = lo, g.hi = hi;
+    // Not before the last steps: an item asked for early waits behind this one while others have nothing to do, and all later passes of its
+    // sequence wait with it.
+    const int after = (pass.after * p.group + p.group - 1 - member) * max(1, hi - lo);
+    const bool looks = !looked && after < 4;
+    g.look_at = looks ? max(lo, min(hi - 1, lo + 3 - after)) : -1;
+    if (looks) looked = 1;
     g.earlier_end = begin == 0 ? 0 : left < 0 ? all_blocks : block_from(bottom(begin));
     g.later_begin = kv_len <= pass_end ? all_blocks : right < 0 ? 0 : q_len <= top(pass_end) ? all_blocks : block_from(top(pass_end) - q_tile + 1);
     g.whole_hi = left < 0 ? all_blocks : block_from(bottom(key0) - q_tile + 2);
@@ -264,7 +308,7 @@ __device__ __forceinline__ void fill_segment(Segment& g, const JfaBackwardParams
     flags |= empty ? no_steps | (member == 0 ? zero_keys : 0) : member == p.group - 1 ? last_of_tile : 0;
     if (count > 1) flags |= exchange;
     // Rows that no tile has: the first tile makes their dq zero.
-    if (key0 == 0 && !p.broadcast) {
+    if (key0 == 0 && !is_broadcast(p)) {
         const int see_lo = first_row(0), see_hi = kv_len ? end_row(kv_len - 1) : 0;
         const int zero_lo = see_lo < see_hi ? see_lo / q_tile * q_tile : q_len;
         const int zero_hi = see_lo < see_hi ? min(q_len, block_from(see_hi) * q_tile) : q_len;
@@ -278,8 +322,9 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                         const CUtensorMap* map_v, const CUtensorMap* map_o, const CUtensorMap* map_do) {
     // What every step needs is kept in registers, the rest in shared memory: beside the consumers' products an access takes 150 cycles.
     Progress& at = shared.progress;
-    at = {no_item, 0, 1, static_cast<uint32_t>(p.header->backward_units), 0, 0, 0, 0, 0, 0};
+    at = {};
     uint32_t step = 0, halves_of_o = 0;
+    bool v_due = false;
     shared.content[0] = shared.content[1] = int4{0, 0, -1, 0};
 
     // `rows` rows from `row` on as boxes of 64 rows, zeros after them.
@@ -292,52 +337,21 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                 ptx::tma_load_rows(map, barrier, to + x * tile_rows * 128 + y * 128, 64 * x, row + y, max(0, min(64, rows - y)), head);
     };
 
-    // The following item, its unit, its sequence: asked for one after another, a step apart, so that nobody waits for them. Of a pair the
-    // first CTA asks and tells both.
-    const auto look_ahead = [&](bool wait) {
-        Item& next = shared.item[at.now ^ 1];
-        if (at.looked == 0) {
-            if (!pairs) {
-                at.item = next_item(p, at.units, at.item);
-            } else {
-                ptx::mbarrier_arrive_expect_tx(&shared.claim_full, sizeof(uint32_t));
-                if (rank() == 0) {
-                    ptx::mbarrier_wait(&shared.claim_empty, at.now);
-                    const uint32_t claimed = next_item(p, at.units, at.item);
-                    for (int r = 0; r < cluster; ++r)
-                        ptx::store_async(ptx::map_to_rank(&shared.claimed, r), claimed, ptx::map_to_rank(&shared.claim_full, r));
-                }
-            }
-        } else if (at.looked == 1) {
-            if (pairs) {
-                if (!wait && !ptx::mbarrier_test_wait(&shared.claim_full, at.now ^ 1)) return;
-                ptx::mbarrier_wait(&shared.claim_full, at.now ^ 1);
-                at.item = *static_cast<volatile uint32_t*>(&shared.claimed);
-                ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.claim_empty, 0));
-            }
-            if (at.item != no_item) {
-                const JfaUnit unit = p.units[at.item / groups_of(p)];
-                next.unit_sequence = unit.sequence;
-                next.kv_head = at.item % groups_of(p) * cluster;
-                next.heads = min(cluster, p.heads_kv - next.kv_head);
-                next.tile = unit.first < 0 ? -1 : unit.first / keys;
-            }
-        } else if (at.item != no_item) {
-            const JfaSequence s = p.sequences[next.unit_sequence];
-            next.sequence = s;
-            next.row_block = s.o_row / q_tile + next.unit_sequence;
-            const bool all = next.tile < 0;  // all tiles of the sequence, or those of one pass
-            const int tiles = max(1, (s.kv_len + keys - 1) / keys);
-            next.flags = all ? owned : waits | raises;
-            next.tile_end = all ? tiles : min(tiles, next.tile + cluster);
-            next.tile = max(0, next.tile);
-            // A pair takes two tiles at a time, one in each CTA, head by head. What is left of an odd number: every CTA a head of its
-            // own; half of the sums then comes from the other CTA.
-            const int count = next.tile_end - next.tile;
-            next.whole = pairs ? count / 2 : count;
-            next.passes = next.whole * next.heads + (pairs && count % 2 && rank() < next.heads);
-        }
-        ++at.looked;
+    const auto load_o = [&](int half, int row, int rows, int head) {
+        const int stage = stage_of(halves_of_o);
+        ptx::mbarrier_wait(&shared.o_empty[stage], phase_of(halves_of_o) ^ 1);
+        ptx::mbarrier_arrive_expect_tx(&shared.o_full[stage], half_bytes);
+        ptx::tma_load_rows(map_o, &shared.o_full[stage], shared.o[stage], half_columns * half, row + half_rows * half,
+                           max(0, min(64, rows - half_rows * half)), head);
+        ++halves_of_o;
+    };
+    const auto load_v = [&] {
+        if (!v_due) return;
+        v_due = false;
+        const Segment& g = shared.segment[at.v_segment % segments];
+        const int row = g.kv_row + g.key0, rows = g.kv_len - g.key0, head = g.kv_head;
+        ptx::mbarrier_wait(&shared.v_empty, at.tiles & 1);  // of the tile before
+        load(map_v, &shared.v_full, shared.v, keys, row, rows, head);
     };
     // The steps of a pass with one query head of the group.
     const auto walk = [&] {
@@ -346,7 +360,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         Segment& g = shared.segment[n % segments];
         at.segments = n + 1;
         ptx::mbarrier_wait(segment_empty(shared, n), segment_phase(n) ^ 1);
-        fill_segment(g, p, shared.item[at.now], shared.pass, member);
+        fill_segment(g, p, shared.item[at.items & 1], shared.pass, member, at.looked);
         ptx::mbarrier_arrive(segment_full(shared, n));
         bool first = member == 0;
 #pragma unroll 1
@@ -358,59 +372,53 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
             const int4 there = shared.content[stage];
             const bool same = there.z == rows && there.w == head, same_q = same && there.x == q_row, same_do = same && there.y == o_row;
             shared.content[stage] = int4{q_row, o_row, rows, head};
-            // In the order in which the stages become free, lest a load waits behind another one's stage: o's when delta of two steps before
-            // is there (one, where the pass has both halves), do's in the middle of a step, q's at the end.
-            if (computes) {
-#pragma unroll 1
-                for (int half = shares ? rank() : 0; half < (shares ? rank() + 1 : 2); ++half, ++halves_of_o) {
-                    const int o_stage = stage_of(halves_of_o);
-                    ptx::mbarrier_wait(&shared.o_empty[o_stage], phase_of(halves_of_o) ^ 1);
-                    ptx::mbarrier_arrive_expect_tx(&shared.o_full[o_stage], half_bytes);
-                    ptx::tma_load_rows(map_o, &shared.o_full[o_stage], shared.o[o_stage], half_columns * half, o_row + half_rows * half,
-                                       max(0, min(64, rows - half_rows * half)), head);
-                }
-            }
+            // In the order in which the stages become free, lest a load waits behind another one's stage: a half of o's when delta of two steps
+            // before is there, do's and v's in the middle of a step, both halves' when delta of the step before is there, q's at a step's end, k's
+            // long before, unless tiles have a step or two.
+            if (pairs && computes && shares) load_o(rank(), o_row, rows, head);
             ptx::mbarrier_wait(&shared.do_empty[stage], phase_of(step) ^ 1);
             if (same_do) {
                 ptx::mbarrier_arrive(&shared.do_full[stage]);
             } else {
                 load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, o_row, rows, head);
             }
+            load_v();
+            if (computes && !shares)
+#pragma unroll 1
+                for (int half = 0; half < 2; ++half) load_o(half, o_row, rows, head);
             ptx::mbarrier_wait(&shared.q_empty[stage], phase_of(step) ^ 1);
             if (same_q) {
                 ptx::mbarrier_arrive(&shared.q_full[stage]);
             } else {
                 load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, q_row, rows, head);
             }
-            // k's stage is free long before, unless tiles have a step or two; v's at the end of the tile before.
             if (first) {
                 const uint32_t tile = at.tiles;
                 const int kv_row = g.kv_row + g.key0, kv_rows = g.kv_len - g.key0, kv_head = g.kv_head, k_stage = stage_of(tile);
                 at.tiles = tile + 1;
+                at.v_segment = n;
                 ptx::mbarrier_wait(&shared.k_empty[k_stage], phase_of(tile) ^ 1);
                 load(map_k, &shared.k_full[k_stage], shared.k[k_stage], keys, kv_row, kv_rows, kv_head);
-                ptx::mbarrier_wait(&shared.v_empty, (tile & 1) ^ 1);
-                load(map_v, &shared.v_full, shared.v, keys, kv_row, kv_rows, kv_head);
                 first = false;
-            }
-            // Not before the last steps: an item claimed early waits behind this one while others have nothing to do, and all
-            // later passes of its sequence wait with it.
-            if (at.looked < 3) {
-                const int left = (shared.pass.after * p.group + p.group - 1 - at.member) * (g.hi - g.lo) + i - g.lo;
-                if (left < 4) look_ahead(false);
+                v_due = true;
             }
         }
     };
-    for (;;) {
-        while (at.looked < 3) look_ahead(true);
-        at.looked = 0;
-        at.now ^= 1;
-        if (at.item == no_item) break;
-        at.pass = at.head = at.number = 0;
-        while (at.pass < shared.item[at.now].passes) {
-            const Item& it = shared.item[at.now];
-            const int whole = it.whole, heads = it.heads, tile = it.tile, tile_end = it.tile_end, flags = it.flags, passes = it.passes, kv_head = it.kv_head;
+    for (;; ++at.items) {
+        if (pairs) ptx::mbarrier_arrive_expect_tx(&shared.item_full, sizeof(Item));
+        ptx::mbarrier_wait(&shared.item_full, at.items & 1);
+        if (shared.item[at.items & 1].flags & the_end) break;
+        if (pairs) ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.item_begun, 0));
+        else ptx::mbarrier_arrive(&shared.item_begun);
+        at.looked = at.pass = at.head = at.number = 0;
+        for (;;) {
+            const Item& it = shared.item[at.items & 1];
+            const int heads = it.heads, tile = it.tile, tile_end = it.tile_end, flags = it.flags, kv_head = it.kv_head;
+            // A pair takes two tiles at a time, one in each CTA, head by head. What is left of an odd number: every CTA a head of its
+            // own; half of the sums then comes from the other CTA.
+            const int count = tile_end - tile, whole = pairs ? count / 2 : count, passes = whole * heads + (pairs && count % 2 && rank() < heads);
             int number = at.number, head = at.head;
+            if (at.pass == passes) break;
             if (number == whole && whole > 0) number = 0, ++head;
             const bool rest = whole == 0 || head == heads;
             if (rest) number = whole;
@@ -422,13 +430,14 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
             pass.flags = flags;
             // The rest waits for what both CTAs added in the last pass before it (or in other units).
             if (rest) pass.flags = (flags & owned) | (tile + number > 0 ? waits : 0);
-            if (pairs && !rest && number + 1 == whole && (tile_end - tile) % 2) pass.flags |= raises;
+            if (pairs && !rest && number + 1 == whole && count % 2) pass.flags |= raises;
             pass.after = passes - 1 - at.pass;
             shared.pass = pass;
             at.head = head, at.number = number + 1, at.pass = passes - pass.after;
 #pragma unroll 1
             for (at.member = 0; at.member < p.group; ++at.member) walk();
         }
+        load_v();  // the next item may take its time
     }
     ptx::mbarrier_wait(segment_empty(shared, at.segments), segment_phase(at.segments) ^ 1);
     shared.segment[at.segments % segments] = Segment{{no_steps | the_end}};
@@ -589,10 +598,20 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
 
 __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
     uint32_t chained = 0;
+    // The following item is asked for here: three answers of the L2, one after the other, that the producer must not wait for.
+    if (ptx::lane_id() == 0) shared.asked = 0, shared.last_asked = no_item;
+    const auto ask = [&] {
+        if (rank() == 0 && ptx::lane_id() == 0) ask_for_item(shared, p);
+        __syncwarp();
+    };
+    ask();
     // What the scores of a row start from, so that scale * score is log2(p). Rows that see no key: minus infinity behind the scale.
-    const float factor = -1.44269504088896341f / p.scale_log2, never = p.scale_log2 < 0 ? INFINITY : -INFINITY;
+    const float factor = -1.44269504088896341f / p.scale_log2;
     every_step(
-        shared, [](const Segment&) {},
+        shared,
+        [&](const Segment& s) {
+            if (s.lo >= s.hi && s.look_at >= 0) ask();
+        },
         [&](const Segment& s, int i, uint32_t step) {
             const int stage = stage_of(step), q0 = i * q_tile;
             const float* lse = p.lse + s.head * p.lse_head_stride + s.o_row + q0;
@@ -602,9 +621,10 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
             for (int r = 0; r < q_tile / 32; ++r) value[r] = 32 * r + ptx::lane_id() < rows ? lse[32 * r + ptx::lane_id()] : -INFINITY;
             ptx::mbarrier_wait(&shared.q_empty[stage], phase_of(step) ^ 1);  // the consumers have left q's stage, hence lse's
 #pragma unroll
-            for (int r = 0; r < q_tile / 32; ++r) shared.lse[stage][place_of(32 * r + ptx::lane_id())] = value[r] == -INFINITY ? never : value[r] * factor;
+            for (int r = 0; r < q_tile / 32; ++r) shared.lse[stage][place_of(32 * r + ptx::lane_id())] = value[r] * (value[r] == -INFINITY ? -factor : factor);
             __syncwarp();
             if (ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.lse_full[stage]);
+            if (i == s.look_at) ask();
 
             if ((s.flags & waits) && i < s.earlier_end) {
                 const int own = (s.flags & exchange) ? rank() : 0;
@@ -665,7 +685,7 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
         return reinterpret_cast<float4*>(partial_block(p, row_block) + (4 * half + warp) * 4096) + ptx::lane_id();
     };
     // A broadcast query: this CTA's sums start from zero.
-    if (!pairs && p.broadcast) {
+    if (is_broadcast(p)) {
         for (int kv_head = blockIdx.x % p.heads_kv; kv_head < p.heads_kv; kv_head += gridDim.x)
             for (int b = 0; b < p.group * p.blocks; ++b)
                 for (int x = 0; x < 16; ++x)
@@ -689,7 +709,7 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
 #pragma unroll 1
         for (; remains(); --block, ++step) {
             const int stage = stage_of(step);
-            const bool adds_earlier = p.broadcast || block < earlier_end, adds_later = p.broadcast || block >= later_begin;
+            const bool adds_earlier = is_broadcast(p) || block < earlier_end, adds_later = is_broadcast(p) || block >= later_begin;
             ptx::mbarrier_wait(&shared.ds_full[stage], phase_of(step));
 #pragma unroll 1
             for (int turn = 0; turn < 2; ++turn) {
@@ -825,9 +845,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         block = __shfl_sync(~0u, shared.held[4 * me + warp][held % 2].hi, 0) - 1;
     };
     const auto wait_k_q_lse = [&](uint32_t u, uint32_t n) {
-        ptx::mbarrier_wait(&shared.k_full[stage_of(u)], phase_of(u));
-        ptx::mbarrier_wait(&shared.q_full[stage_of(n)], phase_of(n));
-        ptx::mbarrier_wait(&shared.lse_full[stage_of(n)], phase_of(n));
+        wait_for(&shared.k_full[stage_of(u)], phase_of(u), &shared.q_full[stage_of(n)], phase_of(n), &shared.lse_full[stage_of(n)], phase_of(n));
     };
 
     bool first = true, keys_leave = false;
@@ -870,15 +888,33 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 for (int r = 0; r < 4; ++r) fragments[x][r] = ptx::pack<T>(s[8 * x + 2 * r], s[8 * x + 2 * r + 1]);
 
             // dp^T = v do^T - delta, dv += p^T do, then ds^T = p^T (dp^T - delta)
-            ptx::mbarrier_wait(&shared.delta_full[stage], phase_of(step));
+            if (keys_leave) {  // through k and ds^T: given back early, where tiles have few steps the next keys wait for it
+                if (lane == 0) {
+                    ptx::bulk_wait_read<0>();
+                    ptx::mbarrier_arrive(&shared.k_empty[stage_of(unit) ^ 1]);
+                }
+                keys_leave = false;
+                __syncwarp();
+            }
+            wait_for(&shared.delta_full[stage], phase_of(step), &shared.v_full, unit & 1, &shared.do_full[stage], phase_of(step));
             start_from(s, shared.delta[stage]);
-            ptx::mbarrier_wait(&shared.v_full, unit & 1);
-            ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
             score_gradients(step);
             accumulate(dv, fragments, shared.d_o[stage], first);
+            // Behind these products: where the segment ends, whether the next one is there, and what it is. One thread looks, so that all
+            // decide alike.
+            const bool segment_ends = block == g.lo, last = segment_ends && (flags & last_of_tile);
+            --block;
+            if (segment_ends) {
+                int* known = &shared.segment_known[me][held % 2];
+                if (warp == 0 && lane == 0)
+                    *known = ptx::mbarrier_test_wait(segment_full(shared, segment), segment_phase(segment)) &&
+                             !(shared.segment[segment % segments].flags & no_steps);
+                ptx::named_barrier_sync(1 + me, 128);
+                more = __shfl_sync(~0u, *known, 0);
+                if (more) fetch();
+            }
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(s);
-            const bool segment_ends = block == g.lo, last = segment_ends && (flags & last_of_tile);
             __syncwarp();
             if (lane == 0) {
                 ptx::mbarrier_arrive(&shared.do_empty[stage]);
@@ -896,14 +932,6 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             // dk += ds^T q; behind it ds^T goes to the warpgroup of dq
             accumulate(dk, fragments, shared.q[stage], first);
             ptx::mbarrier_wait(&shared.ds_empty[stage], phase_of(step) ^ 1);
-            if (keys_leave) {  // through k and the other stage of ds^T
-                if (lane == 0) {
-                    ptx::bulk_wait_read<0>();
-                    ptx::mbarrier_arrive(&shared.k_empty[stage_of(unit) ^ 1]);
-                }
-                keys_leave = false;
-                __syncwarp();
-            }
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x)
                 ptx::stmatrix_x4(fragment_rows(ptx::smem_address(shared.ds[stage][x / 4]) + own_row * 128, x % 4 * 2), fragments[x][0], fragments[x][1],
@@ -913,18 +941,8 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             if (lane == 0) ptx::mbarrier_arrive(&shared.ds_full[stage]);
 
             // The next step's scores; where there is none (yet) this one's once more, and nobody looks (a product behind a branch would
-            // make the assembler serialize all of them). One thread looks whether the next segment is there, so that all decide alike.
-            --block;
-            if (segment_ends) {
-                int* known = &shared.segment_known[me][held % 2];
-                if (warp == 0 && lane == 0)
-                    *known = ptx::mbarrier_test_wait(segment_full(shared, segment), segment_phase(segment)) &&
-                             !(shared.segment[segment % segments].flags & no_steps);
-                ptx::named_barrier_sync(1 + me, 128);
-                more = __shfl_sync(~0u, *known, 0);
-            }
+            // make the assembler serialize all of them).
             const uint32_t next_unit = unit + last;
-            if (segment_ends && more) fetch();
             if (more) wait_k_q_lse(next_unit, step + 1);
             ptx::wgmma_wait<0>();  // dk
             __syncwarp();
@@ -938,33 +956,35 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
             }
 
-            // dk and dv leave through rows of shared memory that nobody reads any more: dk through k's, the first 64 columns of dv through the other
-            // stage of ds^T; its other columns straight from the registers.
+            // dk and dv leave through rows of shared memory that nobody reads any more: dk through k's, dv through both stages of ds^T.
             if (last) {
                 const int rows = min(16, g.kv_len - g.key0 - own_row), row = g.kv_row + g.key0 + own_row;
-                const auto leave = [&](const CUtensorMap* map, uint8_t* chunk0, int chunk_bytes, int count, const float(&from)[head_dim / 2], float factor) {
+                // 64 columns from registers `from` on
+                const auto put = [&](uint8_t* chunk, const float* from, float factor) {
 #pragma unroll
-                    for (int x = 0; x < 8 * count; x += 2)
-                        ptx::stmatrix_x4(fragment_rows(ptx::smem_address(chunk0) + x / 8 * chunk_bytes + own_row * 128, x % 8),
-                                         ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
+                    for (int x = 0; x < 8; x += 2)
+                        ptx::stmatrix_x4(fragment_rows(ptx::smem_address(chunk) + own_row * 128, x), ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
                                          ptx::pack<T>(from[4 * x + 2] * factor, from[4 * x + 3] * factor),
                                          ptx::pack<T>(from[4 * x + 4] * factor, from[4 * x + 5] * factor),
                                          ptx::pack<T>(from[4 * x + 6] * factor, from[4 * x + 7] * factor));
-                    ptx::fence_async_shared();
-                    __syncwarp();
-                    if (lane == 0 && rows > 0) {
-#pragma unroll
-                        for (int x = 0; x < count; ++x) ptx::tma_store_rows(map, chunk0 + x * chunk_bytes + own_row * 128, 64 * x, row, rows, g.kv_head);
-                        ptx::bulk_commit();
-                    }
                 };
-                if (chunks > 1)
-                    store_rows(static_cast<char*>(p.dv) + (g.kv_row + g.key0) * p.dv_row_bytes + g.kv_head * p.dv_head_bytes, p.dv_row_bytes, own_row + lane / 4,
-                               min(g.kv_len, p.kv_rows - g.kv_row) - g.key0, 64, 8 * p.vectors_v, dv + 32, 8 * (chunks - 1), 1.0f);
+                uint8_t* const values[2] = {shared.ds[stage ^ 1][0], shared.ds[stage][0]};
                 ptx::mbarrier_wait(&shared.ds_empty[stage ^ 1], phase_of(step + 1) ^ 1);  // dq of the step before has been multiplied
-                leave(map_dv, shared.ds[stage ^ 1][0], ds_chunk, 1, dv, 1.0f);
+                put(values[0], dv, 1.0f);
                 ptx::mbarrier_wait(&shared.ds_empty[stage], phase_of(step));              // and this one
-                leave(map_dk, shared.k[stage_of(unit)], kv_chunk, chunks, dk, p.scale);
+                if (chunks > 1) put(values[1], dv + 32 * (chunks - 1), 1.0f);
+#pragma unroll
+                for (int x = 0; x < chunks; ++x) put(shared.k[stage_of(unit)] + x * kv_chunk, dk + 32 * x, p.scale);
+                ptx::fence_async_shared();
+                __syncwarp();
+                if (lane == 0 && rows > 0) {
+#pragma unroll
+                    for (int x = 0; x < chunks; ++x) {
+                        ptx::tma_store_rows(map_dv, values[x] + own_row * 128, 64 * x, row, rows, g.kv_head);
+                        ptx::tma_store_rows(map_dk, shared.k[stage_of(unit)] + x * kv_chunk + own_row * 128, 64 * x, row, rows, g.kv_head);
+                    }
+                    ptx::bulk_commit();
+                }
                 keys_leave = true;
             }
             ptx::wgmma_wait<0>();
@@ -1019,8 +1039,8 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         }
         ptx::mbarrier_init(&shared.v_full, 1);
         ptx::mbarrier_init(&shared.v_empty, 8);
-        ptx::mbarrier_init(&shared.claim_full, 1);
-        ptx::mbarrier_init(&shared.claim_empty, cluster);
+        ptx::mbarrier_init(&shared.item_full, 1);
+        ptx::mbarrier_init(&shared.item_begun, cluster);
         ptx::mbarrier_init(&shared.received_full, 4);
         ptx::mbarrier_init(&shared.neighbour_ready, 4);
         ptx::mbarrier_init(&shared.delta_received, 2);
