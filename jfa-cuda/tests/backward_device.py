@@ -3,9 +3,8 @@
     python3 backward_device.py CUBIN_DIR [check] [repeat] [time] [--kernel unordered] [--cases a,b] [--shapes a,b]
 
 Needs schedule.cubin, backward_<dim>_<type>.cubin, backward_broadcast_<dim>_<type>.cubin, backward_reduce_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
-CUBIN_DIR; with `--kernel unordered` instead of the first three backward_prepare_<dim>_<type>_q<rows>.cubin and backward_unordered_<dim>_<type>_q<rows>.cubin (rows:
-80, under a mask 64, at head_dim 64 128; Q_TILE=rows: one for every problem), and leaves broadcast queries out; dq is then the same to rounding in every run, dk and dv
-bit by bit. Outputs, the sums in the workspace and rows between sequences are NaN before every case. The work runs in a child
+CUBIN_DIR; with `--kernel unordered` instead of the first three backward_prepare_128_<type>.cubin and backward_unordered_128_<type>.cubin; it leaves out
+broadcast queries and heads that fit the narrower kernel. dq is then the same to rounding in every run, dk and dv bit by bit. Outputs, the sums in the workspace and rows between sequences are NaN before every case. The work runs in a child
 process; a case without an answer for 20 s (a shape: 40 s) is reported as HANG and the child is replaced.
 """
 import argparse
@@ -116,24 +115,25 @@ class Unordered(Gradients):
     """Every tile of keys by itself, dq in any order."""
 
     dq_is_free = True
+    Q_TILE, HEAD_DIM = 80, 128
 
     def __init__(self, p, directory, o, lse):
-        tile = 64 if max(p.dim, p.dim_v) <= 64 else 128
         kind = "bf16" if p.dtype == torch.bfloat16 else "f16"
-        masked = p.mask.left >= 0 or p.mask.right >= 0
-        q_tile = 128 if tile == 64 else int(os.environ.get("Q_TILE", 64 if masked else 80))
-        super().__init__(p, directory, o, lse, KEYS, q_tile)
-        self.kernel, self.prepare_kernel = (kernel(directory, f"backward_{n}_{tile}_{kind}_q{q_tile}") for n in ("unordered", "prepare"))
+        super().__init__(p, directory, o, lse, KEYS, self.Q_TILE)
+        self.kernel, self.prepare_kernel = (kernel(directory, f"backward_{n}_{self.HEAD_DIM}_{kind}") for n in ("unordered", "prepare"))
         self.s.backward_share = 0x7fffffff
         self.ctas = max(1, min(D.SMS, p.heads_kv * self.capacity))
         self.prepare_ctas = D.SMS * self.prepare_kernel.word("jfa_ctas_per_multiprocessor")
-        block_bytes = -(-q_tile * (tile + 2) * 4 // 128) * 128
-        self.partial = torch.full((max(p.heads * self.blocks, 1) * block_bytes // 4,), float("nan"), device="cuda")
-        self.maps = [tensor_map(p.q, q_tile), tensor_map(p.k, KEYS), tensor_map(p.v, KEYS), tensor_map(p.do, q_tile), tensor_map(self.dk, 16), tensor_map(self.dv, 16)]
+        self.partial = torch.full((max(p.heads * self.blocks, 1) * self.prepare_kernel.word("jfa_block_bytes") // 4,), float("nan"), device="cuda")
+        self.maps = [tensor_map(p.q, self.Q_TILE), tensor_map(p.k, KEYS), tensor_map(p.v, KEYS), tensor_map(p.do, self.Q_TILE), tensor_map(self.dk, 16), tensor_map(self.dv, 16)]
         self.launched_with = self.params(self.ctas)
         self.prepared_with = PrepareParams(
             self.s.header, self.s.sequences, self.list.data_ptr(), lse.data_ptr(), o.data_ptr(), p.do.data_ptr(), self.partial.data_ptr(), self.dq.data_ptr(),
             lse.stride(0), *strides(o, p.do, self.dq), p.heads, self.blocks, p.dim // 8, p.dim_v // 8, p.mask, p.rows_o)
+
+    @staticmethod
+    def serves(p):
+        return not p.broadcast and max(p.dim, p.dim_v) > 64
 
     def prepare(self):
         self.prepare_kernel.launch(self.prepare_ctas, self.prepare_kernel.threads, [self.prepared_with])
@@ -204,6 +204,7 @@ def cases():
     yield "long-gqa", lambda: Problem([1500, 0, 900, 40], [1500, 700, 0, 2100], 8, 2, window=(300, 50))
     yield "long-blind", lambda: Problem([1000, 300, 90], [300, 200, 10], 2, causal=True, bottom=True)
     yield "long-d64", lambda: Problem([700, 90, 1100], [900, 1200, 1100], 4, 2, dim=64)
+    yield "long-d96", lambda: Problem([700, 90, 1100], [900, 1200, 1100], 4, 2, dim=96)
     # One block of rows, many keys, more sequences than pairs of CTAs: a pair does all passes of a sequence one after the other.
     yield "few-rows", lambda: Problem([20, 64, 1] * 400, [700, 520, 300] * 400, 4)
     yield "few-rows-gqa", lambda: Problem([20, 64, 1] * 400, [700, 520, 650] * 400, 4, 2, causal=True, bottom=True)
@@ -211,6 +212,7 @@ def cases():
     for d in (8, 32, 40, 64, 96):
         yield f"d{d}", lambda d=d: Problem(lq, lk, 2, dim=d, causal=True)
     yield "d64f16", lambda: Problem(lq, lk, 2, dim=64, dtype=torch.float16)
+    yield "f16-long", lambda: Problem([700, 90, 1100], [900, 1200, 1100], 4, 2, causal=True, dtype=torch.float16)
     yield "d64v128", lambda: Problem(lq, lk, 2, dim=64, dim_v=128)
 
 
@@ -221,7 +223,7 @@ def check(directory, kind, names, skip):
             continue
         print("@" + name, flush=True)
         p = make()
-        if p.broadcast and kind is Unordered:
+        if kind is Unordered and not kind.serves(p):
             continue
         o, lse, *gradients, q_rows, k_rows, q_zero, k_zero = reference(p)
         b = kind(p, directory, o, lse)
@@ -297,7 +299,7 @@ def time_shapes(directory, kind, names, skip):
             continue
         print("@" + name, flush=True)
         p = make()
-        if p.broadcast and kind is Unordered:
+        if kind is Unordered and not kind.serves(p):
             continue
         f = D.Forward(p, directory)
         f.schedule()
@@ -318,7 +320,7 @@ def time_shapes(directory, kind, names, skip):
         if name.startswith(AVERAGED):
             ratios.append(ms / floor)
         print(f"  {name:12s} {ms:8.3f} ms  {flops / ms / 1e9:6.1f} T  floor {floor:7.3f}  x {ms / floor:5.2f}  schedule {schedule_us:5.1f} us"
-              + (f"  prepare {prepare_us:6.1f} us, {2 * rows * (2 * p.dim_v + 2 * p.dim) / prepare_us / 1e6:5.2f} TB/s" if kind is Unordered else "")
+              + (f"  prepare {prepare_us:6.1f} us, {2 * rows * 2 * p.dim_v / prepare_us / 1e6:5.2f} TB/s" if kind is Unordered else "")
               + (f"  NOT FINITE {odd}" if odd else ""), flush=True)
         del p, b, o, lse
         torch.cuda.empty_cache()
