@@ -12,7 +12,7 @@
 //               L2, and so do the sums, which are thrown away once they are stored. Who takes item i zeroes its share of the sequence of
 //               item i + lead; who comes to a row block that nobody has begun to zero does it itself, hence no wait can be endless
 //   roles       producer warpgroup: warp 0 takes items and loads; warp 1 zeroes, counts additions and lists finished row blocks; warps 2
-//               and 3 store them in turn, at their own pace: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
+//               and 3 store what is listed by any CTA: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
 //               the rows (64), hence one barrier between them in a step
 //   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
 //               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
@@ -46,8 +46,8 @@ constexpr int kv_bytes = chunks * kv_chunk;
 constexpr int q_bytes = chunks * q_chunk;
 constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 keys per consumer
 constexpr int share = 16 * q_tile * 4;  // bytes of a step's dq that a warp has: 16 columns
-constexpr int added_stages = 4;
-constexpr int finished_stages = 32, finishing_stages = 2;
+constexpr int added_stages = 8;
+constexpr int finishing_stages = 2;
 static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
 
 enum : int { the_end = 1 };
@@ -62,12 +62,6 @@ struct Tile {
     int whole_lo, whole_hi;  // of these row blocks no mask cuts anything
 };
 
-// A row block of which nothing more comes.
-struct Finished {
-    int block;  // among all; -1: the end
-    int head, q_row, rows;
-};
-
 struct SharedMemory {
     uint8_t k[kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
@@ -80,18 +74,29 @@ struct SharedMemory {
     uint64_t tile_full[2], tile_empty[2];
     uint64_t k_full, k_empty, v_full, v_empty;
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2], ds_empty;
-    Finished finished[finished_stages];
     uint64_t added_full[added_stages], added_empty[added_stages];  // a step's dq is in the sums
-    uint64_t finished_full[finished_stages], finished_empty[finished_stages], finishing_full[2][finishing_stages];
+    uint64_t finishing_full[2][finishing_stages];
 };
 static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
+
+// Words of `control`; then per row block the number of tiles that have added to it, then whether its sums are zero, then the list of finished ones.
+enum : int { next_item = 0, done_items = 1, listed_blocks = 2, taken_blocks = 3, counters = 32 };
+// A row block of which nothing more comes.
+struct alignas(16) Finished {
+    int block;  // among all, and 1: 0 is nothing yet
+    int head, q_row, rows;
+};
+__device__ __forceinline__ int row_blocks(const JfaBackwardParams& p) { return p.heads_kv * p.group * p.blocks; }
+__device__ __forceinline__ Finished* finished_list(const JfaBackwardParams& p) {
+    return reinterpret_cast<Finished*>(p.control + (counters + 2ll * row_blocks(p) + 3) / 4 * 4);
+}
 
 __device__ __forceinline__ int stage_of(uint32_t n) { return n & 1; }
 __device__ __forceinline__ uint32_t phase_of(uint32_t n) { return (n >> 1) & 1; }
 
 // ------------------------------------------------------------------------------------------------------------------- zeros
 enum : int { unzeroed, being_zeroed, zeroed };
-__device__ __forceinline__ int* state_of(const JfaBackwardParams& p, int block) { return p.control + 32 + p.heads_kv * p.group * p.blocks + block; }
+__device__ __forceinline__ int* state_of(const JfaBackwardParams& p, int block) { return p.control + counters + row_blocks(p) + block; }
 
 // The sums of a row block become zero, unless somebody has begun that. By a warp, or by one thread.
 template <int lanes>
@@ -149,11 +154,11 @@ __device__ __forceinline__ void zero_for(const JfaBackwardParams& p, uint32_t it
     const Share share = share_of(p, item);
     for (int n = 0; n < share.count; ++n) zero_sums<32>(p, (share.head + n / share.width) * p.blocks + share.block + n % share.width);
 }
-// How many items ahead: as many as may begin at a time, and as the first, longest sequence has, so that its row blocks are zero when its tiles
-// come to them. More would push the sums in use out of the L2.
+// How many items ahead: as many as the first, longest sequence has, so that its row blocks are zero when its tiles come to them, and some that
+// begin meanwhile. More would push the sums in use out of the L2.
 __device__ __forceinline__ uint32_t lead_of(const JfaBackwardParams& p) {
     const int tiles = p.header->backward_units ? (p.sequences[p.units[0].sequence].kv_len + keys - 1) / keys : 0;
-    return gridDim.x + 32 + min(tiles * p.heads_kv, 128);
+    return 64 + min(tiles * p.heads_kv, 128);
 }
 // Of the first items, dealt to three warps of every CTA.
 __device__ __forceinline__ void zero_first(const JfaBackwardParams& p, int me) {
@@ -194,13 +199,18 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         for (int x = 0; x < chunks; ++x) ptx::tma_load_rows(map, barrier, to + x * tile_rows * 128, 64 * x, row, max(0, min(tile_rows, rows)), head);
     };
     uint32_t tiles = 0, step = 0;
-    uint32_t item = ptx::atomic_add(p.control, 1);
+    uint32_t item = ptx::atomic_add(p.control + next_item, 1);
     for (; item < items; ++tiles) {
         const Item it = item_of(p, item);
         ptx::mbarrier_wait(&shared.tile_empty[stage_of(tiles)], phase_of(tiles) ^ 1);
         Tile& t = shared.tile[stage_of(tiles)];
         fill_tile(t, p, it, item);
         ptx::mbarrier_arrive(&shared.tile_full[stage_of(tiles)]);
+        const auto load_once = [&](const CUtensorMap* map, uint64_t* barrier, uint8_t* to) {
+#pragma unroll
+            for (int x = 0; x < chunks; ++x)
+                ptx::tma_load_rows(map, barrier, to + x * kv_chunk, 64 * x, t.kv_row + t.key0, max(0, min(keys, t.kv_len - t.key0)), t.kv_head, ptx::used_once());
+        };
         bool first = true, drawn = false;
 #pragma unroll 1
         for (int member = 0; member < p.group; ++member) {
@@ -224,7 +234,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                 if (first) {
                     ptx::mbarrier_wait(&shared.k_empty, (tiles & 1) ^ 1);
                     ptx::mbarrier_arrive_expect_tx(&shared.k_full, kv_bytes);
-                    load(map_k, &shared.k_full, shared.k, keys, t.kv_row + t.key0, t.kv_len - t.key0, t.kv_head);
+                    load_once(map_k, &shared.k_full, shared.k);
                 }
                 ptx::mbarrier_wait(&shared.do_empty[stage], free);
                 ptx::mbarrier_arrive_expect_tx(&shared.do_full[stage], q_bytes + sizeof(shared.delta[0]));
@@ -233,11 +243,11 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                 if (first) {
                     ptx::mbarrier_wait(&shared.v_empty, (tiles & 1) ^ 1);
                     ptx::mbarrier_arrive_expect_tx(&shared.v_full, kv_bytes);
-                    load(map_v, &shared.v_full, shared.v, keys, t.kv_row + t.key0, t.kv_len - t.key0, t.kv_head);
+                    load_once(map_v, &shared.v_full, shared.v);
                     first = false;
                 }
                 // Not before the last steps: what is drawn early waits behind this tile while others have nothing to do.
-                if (!drawn && member == p.group - 1 && n + 2 >= blocks) item = ptx::atomic_add(p.control, 1), drawn = true;
+                if (!drawn && member == p.group - 1 && n + 2 >= blocks) item = ptx::atomic_add(p.control + next_item, 1), drawn = true;
             }
         }
         // A tile that no row sees has no steps, but its turn of k and v.
@@ -247,7 +257,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
             ptx::mbarrier_wait(&shared.v_empty, (tiles & 1) ^ 1);
             ptx::mbarrier_arrive(&shared.v_full);
         }
-        if (!drawn) item = ptx::atomic_add(p.control, 1);
+        if (!drawn) item = ptx::atomic_add(p.control + next_item, 1);
     }
     ptx::mbarrier_wait(&shared.tile_empty[stage_of(tiles)], phase_of(tiles) ^ 1);
     shared.tile[stage_of(tiles)].flags = the_end;
@@ -280,17 +290,7 @@ __device__ __forceinline__ void store_columns(const Place& place, long long row_
 __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p) {
     const int lane = ptx::lane_id();
     const uint32_t lead = lead_of(p);
-    uint32_t steps = 0, listed = 0;
-    const auto list = [&](const Finished& f) {
-        __syncwarp();
-        if (lane == 0) {
-            ptx::fence_acquire();
-            ptx::mbarrier_wait(&shared.finished_empty[listed % finished_stages], (listed / finished_stages & 1) ^ 1);
-            shared.finished[listed % finished_stages] = f;
-            ptx::mbarrier_arrive(&shared.finished_full[listed % finished_stages]);
-        }
-        ++listed;
-    };
+    uint32_t steps = 0;
     for (uint32_t tiles = 0;; ++tiles) {
         ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
         const Tile& t = shared.tile[stage_of(tiles)];
@@ -308,27 +308,46 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
                 if (lane == 0) ptx::mbarrier_arrive(&shared.added_empty[steps % added_stages]);
                 if (t.kv_len <= keys) continue;  // nothing was added
                 int before = 0;
-                if (lane == 0) before = ptx::atomic_add_release(p.control + 32 + block, 1);
-                if (__shfl_sync(~0u, before, 0) + 1 == all.end - all.first)
-                    list({block, head, row, min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile)});
+                if (lane == 0) before = ptx::atomic_add_release(p.control + counters + block, 1);
+                if (lane == 0 && before + 1 == all.end - all.first) {
+                    ptx::fence_acquire();
+                    Finished* const f = finished_list(p) + ptx::atomic_add(p.control + listed_blocks, 1);
+                    f->head = head, f->q_row = row, f->rows = min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile);
+                    ptx::store_release(&f->block, block + 1);
+                }
             }
         }
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
+        if (lane == 0) {
+            ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
+            ptx::atomic_add_release(p.control + done_items, 1);
+        }
     }
-    list({-1, 0, 0, 0});  // for both warps
-    list({-1, 0, 0, 0});
 }
 
-// Stores every other row block listed.
+// Takes row blocks from the list and stores them until nothing more can come.
 __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p, int me) {
-    const int lane = ptx::lane_id();
-    for (uint32_t n = me;; n += 2) {
-        const int stage = n % finished_stages;
-        ptx::mbarrier_wait(&shared.finished_full[stage], n / finished_stages & 1);
-        const Finished f = shared.finished[stage];
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&shared.finished_empty[stage]);
+    const int lane = ptx::lane_id(), items = p.header->backward_units * p.heads_kv;
+    for (;;) {
+        Finished f{0, 0, 0, 0};
+        if (lane == 0) {
+            const int n = ptx::atomic_add(p.control + taken_blocks, 1);
+            Finished* const listed = finished_list(p) + n;
+            for (;;) {
+                // Done first: what is listed before the last item is done is seen then.
+                const bool done = ptx::load_acquire(p.control + done_items) == items;
+                if (n < ptx::load_acquire(p.control + listed_blocks)) {
+                    while ((f.block = ptx::load_acquire(&listed->block)) == 0) {}
+                    f.head = listed->head, f.q_row = listed->q_row, f.rows = listed->rows;
+                    break;
+                }
+                if (done) break;
+                ptx::pause();
+            }
+            ptx::fence_async_global();
+        }
+        f.block = __shfl_sync(~0u, f.block, 0) - 1, f.head = __shfl_sync(~0u, f.head, 0);
+        f.q_row = __shfl_sync(~0u, f.q_row, 0), f.rows = __shfl_sync(~0u, f.rows, 0);
         if (f.block < 0) return;
         char* const sums = block_at(p.partial, f.block);
         Place place = place_in(p, f.q_row, f.head, f.rows, 0);
@@ -575,7 +594,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             if (lane == 0) {
 #pragma unroll
                 for (int x = 0; x < chunks; ++x)
-                    if (rows > 0) ptx::tma_store_rows(map, leaving + x * 2048, 64 * x, row, rows, t.kv_head);
+                    if (rows > 0) ptx::tma_store_rows(map, leaving + x * 2048, 64 * x, row, rows, t.kv_head, ptx::used_once());
                 ptx::bulk_commit();
             }
         };
@@ -607,10 +626,6 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         for (int i = 0; i < added_stages; ++i) {
             ptx::mbarrier_init(&shared.added_full[i], 8);
             ptx::mbarrier_init(&shared.added_empty[i], 1);
-        }
-        for (int i = 0; i < finished_stages; ++i) {
-            ptx::mbarrier_init(&shared.finished_full[i], 1);
-            ptx::mbarrier_init(&shared.finished_empty[i], 1);
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(&shared.tile_full[i], 1);

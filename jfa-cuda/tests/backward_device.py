@@ -62,7 +62,7 @@ class Gradients:
         self.list = torch.full((8 * max(self.capacity, 1),), 0x7f, dtype=torch.uint8, device="cuda")
         self.s.backward_list, self.s.backward_capacity, self.s.backward_rows, self.s.backward_q_tile = self.list.data_ptr(), self.capacity, unit_rows, q_tile
         self.blocks = -(-p.broadcast // q_tile) if p.broadcast else p.rows_o // q_tile + p.batch
-        self.control = torch.zeros(32 + 2 * p.heads * self.blocks, dtype=torch.int32, device="cuda")
+        self.control = torch.zeros(36 + 6 * p.heads * self.blocks, dtype=torch.int32, device="cuda")
         fresh = lambda t: torch.full_like(t, float("nan"), memory_format=torch.contiguous_format)
         if p.q.stride(0) > p.heads * p.dim:  # a fused buffer
             packed = torch.full((p.q.shape[0], 3 * p.heads, p.dim), float("nan"), dtype=p.dtype, device="cuda")

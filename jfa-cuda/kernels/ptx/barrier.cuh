@@ -53,6 +53,9 @@ __device__ __forceinline__ float4 load_shared(const float* p) {
     return v;
 }
 
+// Between two looks at something: leaves the issue slots and the memory to others for about a microsecond.
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 1000;" ::: "memory"); }
+
 // Volatile, so that the compiler reads it where it is used instead of keeping it in a register from the kernel's begin.
 __device__ __forceinline__ int lane_id() {
     int r;

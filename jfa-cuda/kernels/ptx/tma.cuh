@@ -21,6 +21,21 @@ __device__ __forceinline__ void tma_store_rows(const CUtensorMap* map, const voi
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
                  ::"l"(map), "r"(smem_address(smem)), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head), "r"(JFA_BOUND) : "memory");
 }
+// What comes by once, as the keys of a tile: the first to leave the L2 again, before what is used by many.
+__device__ __forceinline__ uint64_t used_once() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void tma_load_rows(const CUtensorMap* map, uint64_t* bar, void* smem, int column, int first, int rows, int head, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+                 ::"r"(smem_address(smem)), "l"(map), "r"(smem_address(bar)), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head),
+                 "r"(JFA_BOUND), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void tma_store_rows(const CUtensorMap* map, const void* smem, int column, int first, int rows, int head, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5, %6}], [%1], %7;"
+                 ::"l"(map), "r"(smem_address(smem)), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head), "r"(JFA_BOUND), "l"(policy) : "memory");
+}
 __device__ __forceinline__ void bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(smem_address(smem)), "l"(global), "r"(bytes), "r"(smem_address(bar)) : "memory");
