@@ -333,16 +333,13 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
         if (lane == 0) {
             const int n = ptx::atomic_add(p.control + taken_blocks, 1);
             Finished* const listed = finished_list(p) + n;
-            for (;;) {
-                // Done first: what is listed before the last item is done is seen then.
-                const bool done = ptx::load_acquire(p.control + done_items) == items;
-                if (n < ptx::load_acquire(p.control + listed_blocks)) {
-                    while ((f.block = ptx::load_acquire(&listed->block)) == 0) {}
-                    f.head = listed->head, f.q_row = listed->q_row, f.rows = listed->rows;
-                    break;
-                }
-                if (done) break;
-                ptx::pause();
+            // Looked at without the order that an acquire brings: that empties the L1 every time.
+            while (n >= ptx::load_relaxed(p.control + listed_blocks) && ptx::load_relaxed(p.control + done_items) != items) ptx::pause();
+            // Done first: what is listed before the last item is done is seen then.
+            ptx::load_acquire(p.control + done_items);
+            if (n < ptx::load_acquire(p.control + listed_blocks)) {
+                while ((f.block = ptx::load_acquire(&listed->block)) == 0) {}
+                f.head = listed->head, f.q_row = listed->q_row, f.rows = listed->rows;
             }
             ptx::fence_async_global();
         }
