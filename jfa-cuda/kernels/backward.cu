@@ -254,7 +254,6 @@ __device__ __forceinline__ void ask_for_item(SharedMemory& shared, const JfaBack
         }
     } else {
         shared.item[n & 1] = item;
-        ptx::mbarrier_arrive(&shared.item_full);
     }
 }
 
@@ -603,6 +602,7 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
     const auto ask = [&] {
         if (rank() == 0 && ptx::lane_id() == 0) ask_for_item(shared, p);
         __syncwarp();
+        if (!pairs && ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.item_full);
     };
     ask();
     // What the scores of a row start from, so that scale * score is log2(p). Rows that see no key: minus infinity behind the scale.
