@@ -62,6 +62,11 @@ struct Tile {
     int whole_lo, whole_hi;  // of these row blocks no mask cuts anything
 };
 
+// A row block of which nothing more comes.
+struct alignas(16) Finished {
+    int block;  // among all, and 1: 0 is nothing yet
+    int head, q_row, rows;
+};
 struct SharedMemory {
     uint8_t k[kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
@@ -71,6 +76,7 @@ struct SharedMemory {
     float lse[2][q_tile];       // -lse * log2(e), -inf: p is 0; at place_of(row)
     float delta[2][q_tile];     // -delta, likewise
     Tile tile[2];
+    Finished taken[2];  // per warp that stores
     uint64_t tile_full[2], tile_empty[2];
     uint64_t k_full, k_empty, v_full, v_empty;
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2], ds_empty;
@@ -81,14 +87,16 @@ static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
 
 // Words of `control`; then per row block the number of tiles that have added to it, then whether its sums are zero, then the list of finished ones.
 enum : int { next_item = 0, done_items = 1, listed_blocks = 2, taken_blocks = 3, counters = 32 };
-// A row block of which nothing more comes.
-struct alignas(16) Finished {
-    int block;  // among all, and 1: 0 is nothing yet
-    int head, q_row, rows;
-};
 __device__ __forceinline__ int row_blocks(const JfaBackwardParams& p) { return p.heads_kv * p.group * p.blocks; }
 __device__ __forceinline__ Finished* finished_list(const JfaBackwardParams& p) {
     return reinterpret_cast<Finished*>(p.control + (counters + 2ll * row_blocks(p) + 3) / 4 * 4);
+}
+
+// The same, but no constant of a loop for the compiler, lest it keep what is worked out from it in registers, or spill that.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+    uint32_t y;
+    asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
 }
 
 __device__ __forceinline__ int stage_of(uint32_t n) { return n & 1; }
@@ -325,41 +333,46 @@ __device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p
     }
 }
 
-// Takes row blocks from the list and stores them until nothing more can come.
+// Takes a row block from the list; false: nothing more can come.
+__device__ __forceinline__ bool take_finished(const JfaBackwardParams& p, Finished& taken) {
+    const int n = ptx::atomic_add(p.control + taken_blocks, 1);
+    // Looked at without the order that an acquire brings: that empties the L1 every time.
+    while (n >= ptx::load_relaxed(p.control + listed_blocks) && ptx::load_relaxed(p.control + done_items) != p.header->backward_units * p.heads_kv)
+        ptx::pause();
+    // Done first: what is listed before the last item is done is seen then.
+    ptx::load_acquire(p.control + done_items);
+    if (n >= ptx::load_acquire(p.control + listed_blocks)) return false;
+    Finished* const listed = finished_list(p) + n;
+    int block;
+    while ((block = ptx::load_acquire(&listed->block)) == 0) {}
+    taken = {block, listed->head, listed->q_row, listed->rows};
+    ptx::fence_async_global();
+    return true;
+}
+
+// Stores what is listed.
 __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardParams& p, int me) {
-    const int lane = ptx::lane_id(), items = p.header->backward_units * p.heads_kv;
+    const int lane = ptx::lane_id();
+    Finished& f = shared.taken[me];  // registers are scarce
+    const auto sums = [&] { return block_at(p.partial, f.block - 1); };
+    const auto fetch = [&](int part) {
+        uint64_t* const full = &shared.finishing_full[me][part % finishing_stages];
+        ptx::mbarrier_arrive_expect_tx(full, share);
+        ptx::bulk_load(shared.finishing[me][part % finishing_stages], sums() + part * share, share, full);
+    };
     for (;;) {
-        Finished f{0, 0, 0, 0};
-        if (lane == 0) {
-            const int n = ptx::atomic_add(p.control + taken_blocks, 1);
-            Finished* const listed = finished_list(p) + n;
-            // Looked at without the order that an acquire brings: that empties the L1 every time.
-            while (n >= ptx::load_relaxed(p.control + listed_blocks) && ptx::load_relaxed(p.control + done_items) != items) ptx::pause();
-            // Done first: what is listed before the last item is done is seen then.
-            ptx::load_acquire(p.control + done_items);
-            if (n < ptx::load_acquire(p.control + listed_blocks)) {
-                while ((f.block = ptx::load_acquire(&listed->block)) == 0) {}
-                f.head = listed->head, f.q_row = listed->q_row, f.rows = listed->rows;
-            }
-            ptx::fence_async_global();
-        }
-        f.block = __shfl_sync(~0u, f.block, 0) - 1, f.head = __shfl_sync(~0u, f.head, 0);
-        f.q_row = __shfl_sync(~0u, f.q_row, 0), f.rows = __shfl_sync(~0u, f.rows, 0);
-        if (f.block < 0) return;
-        char* const sums = block_at(p.partial, f.block);
-        Place place = place_in(p, f.q_row, f.head, f.rows, 0);
-        const auto fetch = [&](int part) {
-            uint64_t* const full = &shared.finishing_full[me][part % finishing_stages];
-            ptx::mbarrier_arrive_expect_tx(full, share);
-            ptx::bulk_load(shared.finishing[me][part % finishing_stages], sums + part * share, share, full);
-        };
+        bool more = false;
+        if (lane == 0) more = take_finished(p, f);
+        if (!__shfl_sync(~0u, more, 0)) return;
         if (lane == 0)
             for (int part = 0; part < finishing_stages; ++part) fetch(part);
+        __syncwarp();
         static_assert(8 % (2 * finishing_stages) == 0, "every block begins with the same phases");
 #pragma unroll 1
-        for (int part = 0; part < 8; ++part, place.to += 32, place.columns -= 16) {
+        for (int part = 0; part < 8; ++part) {
+            const Place place = place_in(p, f.q_row, f.head, f.rows, 16 * part);
             ptx::mbarrier_wait(&shared.finishing_full[me][part % finishing_stages], part / finishing_stages & 1);
-            const float* from = reinterpret_cast<const float*>(shared.finishing[me][part % finishing_stages]) + 4 * lane;
+            const float* from = reinterpret_cast<const float*>(shared.finishing[me][part % finishing_stages]) + 4 * opaque(lane);
 #pragma unroll 1
             for (int x = 0; x < q_tile / 8; x += 2) {
                 const float4 a = ptx::load_shared(from + 128 * x), b = ptx::load_shared(from + 128 * x + 128);
@@ -370,7 +383,9 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
             if (lane == 0 && part + finishing_stages < 8) fetch(part + finishing_stages);
         }
         // The L2 need not write the sums to memory.
-        for (int x = lane; x < sums_bytes / 128; x += 32) ptx::discard_l2(sums + 128 * x);
+#pragma unroll 1
+        for (int x = opaque(lane); x < sums_bytes / 128; x += 32) ptx::discard_l2(sums() + 128 * x);
+        __syncwarp();
     }
 }
 
@@ -378,13 +393,6 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
 // Descriptors are broadcast from lane 0, so that the compiler knows them to be uniform.
 __device__ __forceinline__ uint64_t operand(const uint8_t* tile, uint32_t chunk_bytes = 16) {
     return ptx::matrix_descriptor(__shfl_sync(~0u, ptx::smem_address(tile), 0), chunk_bytes);
-}
-
-// What a lane adds to the address of its eight bytes for stmatrix. Opaque, lest the compiler keep all addresses over the loop and spill them.
-__device__ __forceinline__ uint32_t opaque(uint32_t x) {
-    uint32_t y;
-    asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
 }
 
 __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_dk, const CUtensorMap* map_dv, int me) {
@@ -503,7 +511,6 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             of_columns(of_rows, shared.delta[stage]);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(dp);
-            if (left == 1 && lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x) {
                 // p as it entered dv, in 16 bits: holding it in fp32 until here would cost registers that are not there.
@@ -533,7 +540,10 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             }
             leaves = true;
             ptx::wgmma_wait<2>();  // dv
-            if (lane == 0) ptx::mbarrier_arrive(&shared.do_empty[stage]);
+            if (lane == 0) {
+                ptx::mbarrier_arrive(&shared.do_empty[stage]);
+                if (left == 1) ptx::mbarrier_arrive(&shared.v_empty);
+            }
             ptx::wgmma_wait<1>();  // dq
             ptx::wgmma_hold(dq);
             if (lane == 0) {
@@ -579,10 +589,10 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         const auto leave = [&](const CUtensorMap* map, const float(&from)[head_dim / 2], float factor) {
             if (lane == 0) ptx::bulk_wait_read<0>();
             __syncwarp();
-            const uint32_t own_place = ptx::smem_address(leaving) + lane % 16 * 128;
+            const uint32_t l = opaque(lane), own_place = ptx::smem_address(leaving) + l % 16 * 128;
 #pragma unroll
             for (int x = 0; x < head_dim / 8; x += 2)
-                ptx::stmatrix_x4(own_place + x / 8 * 2048 + ((x % 8 + lane / 16 ^ lane % 8) << 4), ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
+                ptx::stmatrix_x4(own_place + x / 8 * 2048 + ((x % 8 + l / 16 ^ l % 8) << 4), ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
                                  ptx::pack<T>(from[4 * x + 2] * factor, from[4 * x + 3] * factor),
                                  ptx::pack<T>(from[4 * x + 4] * factor, from[4 * x + 5] * factor),
                                  ptx::pack<T>(from[4 * x + 6] * factor, from[4 * x + 7] * factor));

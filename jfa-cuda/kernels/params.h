@@ -167,6 +167,7 @@ typedef struct JfaBackwardParams {
  *
  *   row blocks       blocks = total_q / q_tile + batch per query head
  *   `partial`        heads_q * blocks * JFA_UNORDERED_BLOCK_BYTES, aligned 128
+ *   `control`        of `jfa_backward_unordered_*`: 144 + 24 * heads_q * blocks bytes, aligned 128, zero before every launch
  *   units            tiles, always (backward_share 0x7FFFFFFF): backward_capacity = total_kv / JFA_BACKWARD_KEYS + batch
  *   grid             any number of CTAs of 256 threads
  */
