@@ -14,5 +14,6 @@ mod kernels;
 pub mod params;
 mod plan;
 mod split;
+mod unordered;
 
 pub use backend::{BUNDLES, CudaBackend, factory, register};

@@ -119,6 +119,52 @@ jfa_driver::mirror! {
         ctas: i32,
     }
 
+    /// Parameters of the kernel before the unordered backward.
+    struct PrepareParams = "JfaPrepareParams" {
+        /// The schedule buffer.
+        header: Address,
+        /// `[batch]`.
+        sequences: Address,
+        /// The backward list.
+        units: Address,
+        /// `[heads_q, lse_head_stride]`.
+        lse: Address,
+        /// Base of o.
+        o: Address,
+        /// Base of do.
+        d_o: Address,
+        /// Sums of dq, and what rows start from.
+        partial: Address,
+        /// Base of dq.
+        dq: Address,
+        /// Distance of heads, in elements.
+        lse_head_stride: i64,
+        /// Distance of rows of o.
+        o_row_bytes: i64,
+        /// Distance of heads of o.
+        o_head_bytes: i64,
+        /// Distance of rows of do.
+        do_row_bytes: i64,
+        /// Distance of heads of do.
+        do_head_bytes: i64,
+        /// Distance of rows of dq.
+        dq_row_bytes: i64,
+        /// Distance of heads of dq.
+        dq_head_bytes: i64,
+        /// Query heads.
+        heads: i32,
+        /// Row blocks per query head.
+        blocks: i32,
+        /// 16-byte pieces of a row of dq.
+        vectors_qk: i32,
+        /// And of o and do.
+        vectors_v: i32,
+        /// Visibility.
+        mask: Mask,
+        /// Rows of o in this call.
+        o_rows: i32,
+    }
+
     /// Parameters of the index of the split backward.
     struct IndexParams = "JfaIndexParams" {
         /// The schedule buffer.

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use jfa_core::{
-    BackendPlan, BackwardArgs, Buffer, Call, DataPtr, Error, ForwardArgs, Layout, Mask, Problem, Query, Requirements,
-    Result, Stream, TensorView,
+    BackendPlan, BackwardArgs, Buffer, Call, DataPtr, Error, ForwardArgs, Layout, Problem, Query, Requirements, Result,
+    Stream, TensorView,
 };
-use jfa_driver::schedule::{Schedule, Shape, SharedKernels, Split, Units, address, aligned, constant};
+use jfa_driver::schedule::{Schedule, Shape, SharedKernels, Split, Units, address, aligned, constant, mask_params};
 use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
 
 use crate::kernels::{ALIGNMENT, Wanted, choose, map_of};
-use crate::params::{BACKWARD_BLOCK_BYTES, BackwardParams, ForwardParams, MAX_ROWS};
-use crate::split;
+use crate::params::{Address, BACKWARD_BLOCK_BYTES, BackwardParams, ForwardParams, MAX_ROWS, PrepareParams};
+use crate::{split, unordered};
 
 /// Query heads packed into the rows of a block are at most 2 to this: beyond, a block would hold fewer than four rows of
 /// a sequence.
@@ -44,26 +44,37 @@ struct Chosen {
 
 /// The kernels of a backward on one device.
 enum ChosenBackward {
-    /// One kernel for all gradients.
+    /// One kernel for all gradients, in pairs of blocks that add dq in a fixed order.
     Whole(Box<WholeBackward>),
+    /// One kernel for all gradients, dq added in any order.
+    Unordered(Box<unordered::Kernels>),
     /// One for dq, one for dk and dv.
     Split(Box<split::Kernels>),
 }
 
+/// What schedule and workspace of a backward depend on beside the problem; the same on every device of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sizes {
+    Whole(Units),
+    Unordered(unordered::Sizes),
+    Split(split::Tiles),
+}
+
 impl ChosenBackward {
-    /// Units of its list in the schedule, where it has one.
-    fn units(&self) -> Option<Units> {
+    fn sizes(&self) -> Sizes {
         match self {
-            ChosenBackward::Whole(b) => Some(b.units),
-            ChosenBackward::Split(_) => None,
+            ChosenBackward::Whole(b) => Sizes::Whole(b.units),
+            ChosenBackward::Unordered(b) => Sizes::Unordered(b.sizes),
+            ChosenBackward::Split(b) => Sizes::Split(b.tiles),
         }
     }
 
-    /// Tiles, where it is split.
-    fn tiles(&self) -> Option<split::Tiles> {
+    /// Units of its list in the schedule, where it has one, and which sequences are more than one unit.
+    fn units(&self) -> (Option<Units>, Split) {
         match self {
-            ChosenBackward::Whole(_) => None,
-            ChosenBackward::Split(b) => Some(b.tiles),
+            ChosenBackward::Whole(b) => (Some(b.units), Split::Balanced),
+            ChosenBackward::Unordered(b) => (Some(b.sizes.units), Split::Always),
+            ChosenBackward::Split(_) => (None, Split::Balanced),
         }
     }
 }
@@ -72,7 +83,7 @@ impl ChosenBackward {
 struct WholeBackward {
     backward: usize,
     reduce: usize,
-    /// Maps of q, k, v, o, d_o, dq, dk, dv.
+    /// Maps of q, k, v, o, d_o, dk, dv.
     maps: [CachedMap; 7],
     units: Units,
 }
@@ -81,6 +92,7 @@ struct WholeBackward {
 #[derive(Clone, Copy, Debug)]
 enum BackwardParts {
     Whole(BackwardLayout),
+    Unordered(unordered::Parts),
     Split(split::Parts),
 }
 
@@ -89,6 +101,7 @@ impl BackwardParts {
     const fn bytes(&self) -> usize {
         match self {
             BackwardParts::Whole(b) => b.bytes,
+            BackwardParts::Unordered(b) => b.bytes,
             BackwardParts::Split(b) => b.bytes,
         }
     }
@@ -96,7 +109,7 @@ impl BackwardParts {
     /// Bytes behind the schedule.
     const fn index_bytes(&self) -> usize {
         match self {
-            BackwardParts::Whole(_) => 0,
+            BackwardParts::Whole(_) | BackwardParts::Unordered(_) => 0,
             BackwardParts::Split(b) => b.index_bytes,
         }
     }
@@ -148,18 +161,42 @@ impl QueueKeys {
     }
 }
 
-/// Whether dq and dk, dv in passes of their own beat one pass over long sequences: seven products instead of five, but nothing
-/// to hand from block to block, and every tile is work of its own. Measured (docs/performance.md): the passes win
-/// under a mask at means of 1,000 to 1,400 keys, without one where lengths are uneven around 1,400; shorter masked problems
-/// have not been compared. The mean comes from the capacities; another choice gives the same
-/// gradients to rounding, and so there is none where the bits of a sequence must not depend on its batch.
-fn split_is_faster(problem: &Problem) -> bool {
-    if problem.deterministic {
-        return false;
+/// The ways to compute the gradients of jagged queries, where several can.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Pairs of blocks that add dq in a fixed order.
+    Pairs,
+    /// Every tile by itself, dq added in any order.
+    Unordered,
+    /// dq in a pass of its own: seven products instead of five, but nothing is handed from block to block.
+    Split,
+}
+
+/// Mean rows and keys of a sequence from which tiles in any order are faster than pairs.
+const UNORDERED_MEAN: i64 = 750;
+/// And from which passes of their own are, where tiles in any order are not.
+const SPLIT_MEAN: i64 = 1000;
+/// Most query heads of a group for tiles in any order: all of them add to dk and dv of one tile, one after another.
+const UNORDERED_GROUP: i64 = 4;
+
+/// The fastest way, as measured (docs/performance.md, "Backward"): over long sequences a pair walks the same rows once for every two
+/// tiles and waits for the sums of others. A window leaves a tile few rows, a large group few tiles.
+///
+/// Means come from the capacities. The gradients are the same to rounding, not to the bit, and so there is no choice where
+/// the bits of a sequence must not depend on the run or its batch.
+fn fastest_way(problem: &Problem) -> Way {
+    if problem.deterministic || problem.uses_kv_index || problem.query != Query::Jagged {
+        return Way::Pairs;
     }
-    let mean = problem.total_kv / problem.batch.max(1);
-    let masked = problem.mask != Mask::Full;
-    matches!(problem.query, Query::Jagged) && mean >= if masked { 1000 } else { 1200 }
+    let mean = problem.total_q.min(problem.total_kv) / problem.batch.max(1);
+    let windowed = mask_params(problem.mask).left >= 0;
+    if windowed || problem.group() > UNORDERED_GROUP {
+        if mean >= SPLIT_MEAN { Way::Split } else { Way::Pairs }
+    } else if mean >= UNORDERED_MEAN {
+        Way::Unordered
+    } else {
+        Way::Pairs
+    }
 }
 
 /// `scale * log2(e)` as `jfa_backward_*` wants it: its scores start from `-lse / scale`, so a scale of 0 is the smallest that leaves
@@ -189,16 +226,16 @@ impl CudaPlan {
         let devices = kernels.gpu().devices().len();
         let mut chosen: Vec<_> =
             (0..devices).map(|d| Self::choose(name, kernels, d, variant, problem, packed_log2)).collect();
-        let tiles_of = |c: &Chosen| c.backward.as_ref().ok().and_then(ChosenBackward::tiles);
-        let (shape, tiles) = match chosen.iter().find_map(|c| c.as_ref().ok()) {
-            Some(c) => (c.shape, tiles_of(c)),
+        let sizes_of = |c: &Chosen| c.backward.as_ref().ok().map(ChosenBackward::sizes);
+        let (shape, sizes) = match chosen.iter().find_map(|c| c.as_ref().ok()) {
+            Some(c) => (c.shape, sizes_of(c)),
             None => match chosen.into_iter().next() {
                 Some(Err(e)) => return Err(e),
                 _ => return Err(Error::Unavailable { name: name.to_owned(), reason: "no device".to_owned() }),
             },
         };
         for (d, c) in chosen.iter_mut().enumerate() {
-            if c.as_ref().is_ok_and(|c| c.shape != shape || tiles_of(c) != tiles) {
+            if c.as_ref().is_ok_and(|c| c.shape != shape || sizes_of(c) != sizes) {
                 *c = Err(Error::Unavailable {
                     name: name.to_owned(),
                     reason: format!("device {d} uses other tile shapes than the plan's first device"),
@@ -208,13 +245,18 @@ impl CudaPlan {
 
         let schedule = Schedule::new(name, kernels, problem, shape, validate)?;
         // A backward that cannot be leaves the forward alone.
-        let backward = match (shape.backward, tiles, schedule.backward_capacity()) {
-            (Some(b), _, Ok(_)) => Self::backward_layout(name, kernels, problem, b).map(BackwardParts::Whole),
-            (None, Some(tiles), _) => {
+        let backward = match (sizes, schedule.backward_capacity()) {
+            (_, Err(e)) => Err(e),
+            (Some(Sizes::Whole(units)), _) => {
+                Self::backward_layout(name, kernels, problem, units).map(BackwardParts::Whole)
+            }
+            (Some(Sizes::Unordered(sizes)), _) => {
+                unordered::Parts::of(name, problem, sizes).map(BackwardParts::Unordered)
+            }
+            (Some(Sizes::Split(tiles)), _) => {
                 split::Parts::of(name, kernels, problem, tiles, packed_log2).map(BackwardParts::Split)
             }
-            (_, _, Err(e)) => Err(e),
-            (None, None, _) => Err(Error::Internal("a plan without a backward".to_owned())),
+            (None, _) => Err(Error::Internal("a plan without a backward".to_owned())),
         };
         let schedule = match &backward {
             Ok(_) => schedule,
@@ -294,6 +336,7 @@ impl CudaPlan {
         })?;
         let forward_rows = constant(info, "unit_rows")?;
         let backward = Self::choose_backward(name, set, device, wanted, problem, forward_rows, packed_log2);
+        let (backward_units, split) = backward.as_ref().map_or((None, Split::Balanced), ChosenBackward::units);
         Ok(Chosen {
             shared: SharedKernels::of(set, device).map_err(failed)?,
             forward,
@@ -308,8 +351,8 @@ impl CudaPlan {
                     heads: problem.heads_q >> packed_log2,
                     blocks: 1,
                 },
-                backward: backward.as_ref().ok().and_then(ChosenBackward::units),
-                split: Split::Balanced,
+                backward: backward_units,
+                split,
             },
             backward,
         })
@@ -324,14 +367,18 @@ impl CudaPlan {
         forward_rows: i32,
         packed_log2: u32,
     ) -> Result<ChosenBackward> {
+        let way = fastest_way(problem);
+        if way == Way::Unordered && unordered::Kernels::exist(set, device, wanted) {
+            return unordered::Kernels::choose(name, set, device, wanted, problem)
+                .map(|kernels| ChosenBackward::Unordered(Box::new(kernels)));
+        }
         // Pairs of blocks share a sequence, but for a broadcast query, whose blocks sum dq each for itself.
         let kind = match problem.query {
             Query::Jagged => "backward",
             Query::Broadcast { .. } => "backward_broadcast",
         };
-        let whole = !problem.uses_kv_index
-            && !split_is_faster(problem)
-            && choose(set, device, Wanted { kind, ..wanted }).is_ok();
+        let whole =
+            !problem.uses_kv_index && way != Way::Split && choose(set, device, Wanted { kind, ..wanted }).is_ok();
         if !whole {
             return split::Kernels::choose(name, set, device, wanted, problem, forward_rows, packed_log2)
                 .map(|kernels| ChosenBackward::Split(Box::new(kernels)));
@@ -395,6 +442,200 @@ impl CudaPlan {
 
     fn encode(&self, scope: &Scope, map: &CachedMap, tensor: &'static str, view: &TensorView) -> Result<TensorMap> {
         map.encode(scope.gpu(), tensor, view).map_err(|e| self.failed(e))
+    }
+
+    /// The maps of a backward's tensors. Sides without any row have nothing to describe, and nothing of them is touched: the other
+    /// side's map serves.
+    fn encode_all<const N: usize>(
+        &self,
+        scope: &Scope,
+        maps: &[CachedMap; N],
+        args: &BackwardArgs,
+        views: [(&'static str, &TensorView); N],
+    ) -> Result<[TensorMap; N]> {
+        let some = if args.q.rows > 0 { &args.dq } else { &args.dk };
+        let mut encoded = [TensorMap::UNUSED; N];
+        for ((map, (name, view)), out) in maps.iter().zip(views).zip(&mut encoded) {
+            *out = self.encode(scope, map, name, if view.rows > 0 { view } else { some })?;
+        }
+        Ok(encoded)
+    }
+
+    /// Bytes of an element.
+    fn element_bytes(&self) -> i64 {
+        #[expect(clippy::cast_possible_wrap, reason = "2 or 4")]
+        let size = self.problem.dtype.size() as i64;
+        size
+    }
+
+    /// Parameters of `jfa_backward_*`. `blocks` are row blocks per query head.
+    fn backward_params(
+        &self,
+        call: &Call,
+        args: &BackwardArgs,
+        partial: Address,
+        blocks: i32,
+        ctas: u32,
+    ) -> Result<BackwardParams> {
+        let size = self.element_bytes();
+        let broadcast = match self.problem.query {
+            Query::Jagged => 0,
+            Query::Broadcast { q_len } => self.i32_of("q_len", q_len, MAX_ROWS)?,
+        };
+        let scale = self.problem.scale;
+        Ok(BackwardParams {
+            header: address(call.schedule.data),
+            sequences: self.schedule.sequences(call.schedule),
+            units: self.schedule.backward_units(call.schedule),
+            lse: address(args.lse.data),
+            control: address(call.workspace.data),
+            partial,
+            dq: address(args.dq.data),
+            dk: address(args.dk.data),
+            dv: address(args.dv.data),
+            lse_head_stride: args.lse.head_stride,
+            dq_row_bytes: args.dq.row_stride * size,
+            dq_head_bytes: args.dq.head_stride * size,
+            dk_row_bytes: args.dk.row_stride * size,
+            dk_head_bytes: args.dk.head_stride * size,
+            dv_row_bytes: args.dv.row_stride * size,
+            dv_head_bytes: args.dv.head_stride * size,
+            scale,
+            scale_log2: backward_scale_log2(scale),
+            heads_kv: self.i32_of("heads_kv", self.problem.heads_kv, i64::from(i32::MAX))?,
+            group: self.i32_of("heads_q", self.problem.group(), i64::from(i32::MAX))?,
+            blocks,
+            broadcast,
+            vectors_qk: self.i32_of("head_dim", self.problem.head_dim * size / 16, 64)?,
+            vectors_v: self.i32_of("head_dim_v", self.problem.head_dim_v * size / 16, 64)?,
+            mask: self.schedule.mask(),
+            o_rows: self.i32_of("o.rows", args.o.rows, MAX_ROWS)?,
+            kv_rows: self.i32_of("k.rows", args.k.rows, MAX_ROWS)?,
+            ctas: ctas.cast_signed(),
+        })
+    }
+
+    /// Queues the backward in pairs of blocks, or of a broadcast query.
+    ///
+    /// # Safety
+    /// That of [`BackendPlan::backward`].
+    unsafe fn whole_backward(
+        &self,
+        scope: &Scope,
+        call: &Call,
+        args: &BackwardArgs,
+        kernels: &WholeBackward,
+        parts: &BackwardLayout,
+    ) -> Result<()> {
+        let [q, k, v, o, d_o, dk, dv] = &self.encode_all(
+            scope,
+            &kernels.maps,
+            args,
+            [
+                ("q", &args.q),
+                ("k", &args.k),
+                ("v", &args.v),
+                ("o", &args.o),
+                ("d_o", &args.d_o),
+                ("dk", &args.dk),
+                ("dv", &args.dv),
+            ],
+        )?;
+        let together = kernels.units.blocks;
+        let ctas = (scope.device_info().multiprocessors / together).max(1) * together;
+        let partial = parts.partial.map_or(0, |p| address(call.workspace.data) + p as u64);
+        let params = self.backward_params(call, args, partial, parts.blocks, ctas)?;
+        let list = [
+            KernelArg::new(q),
+            KernelArg::new(k),
+            KernelArg::new(v),
+            KernelArg::new(o),
+            KernelArg::new(d_o),
+            KernelArg::new(dk),
+            KernelArg::new(dv),
+            KernelArg::new(&params),
+        ];
+        // SAFETY: the caller's promise covers every tensor and the workspace; the schedule bounds what the kernels follow.
+        unsafe {
+            self.zero(scope, call.workspace.data, parts.control_bytes)?;
+            self.launch(scope, kernels.backward, ctas, &list)?;
+            if params.broadcast > 0 {
+                let blocks = self.problem.heads_q.unsigned_abs() * u64::from(parts.blocks.unsigned_abs());
+                let grid = u32::try_from(blocks * u64::from(REDUCE_BLOCKS))
+                    .map_err(|_| Error::Internal(format!("{blocks} row blocks")))?;
+                self.launch(scope, kernels.reduce, grid, &[KernelArg::new(&params)])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Queues the unordered backward.
+    ///
+    /// # Safety
+    /// That of [`BackendPlan::backward`].
+    unsafe fn unordered_backward(
+        &self,
+        scope: &Scope,
+        call: &Call,
+        args: &BackwardArgs,
+        kernels: &unordered::Kernels,
+        parts: &unordered::Parts,
+    ) -> Result<()> {
+        let [q, k, v, d_o, dk, dv] = &self.encode_all(
+            scope,
+            &kernels.maps,
+            args,
+            [("q", &args.q), ("k", &args.k), ("v", &args.v), ("d_o", &args.d_o), ("dk", &args.dk), ("dv", &args.dv)],
+        )?;
+        let multiprocessors = scope.device_info().multiprocessors;
+        // No more blocks than items: 32 bits are enough for those (schedule).
+        let grid = |heads: i64, most: u32| {
+            let items = i64::from(self.schedule.backward_capacity()?).saturating_mul(heads);
+            Ok::<_, Error>(u32::try_from(items).unwrap_or(u32::MAX).clamp(1, most.max(1)))
+        };
+        let ctas = grid(self.problem.heads_kv, multiprocessors)?;
+        let partial = address(call.workspace.data) + parts.partial as u64;
+        let params = self.backward_params(call, args, partial, parts.blocks, ctas)?;
+        let size = self.element_bytes();
+        let prepare = PrepareParams {
+            header: params.header,
+            sequences: params.sequences,
+            units: params.units,
+            lse: params.lse,
+            o: address(args.o.data),
+            d_o: address(args.d_o.data),
+            partial,
+            dq: params.dq,
+            lse_head_stride: params.lse_head_stride,
+            o_row_bytes: args.o.row_stride * size,
+            o_head_bytes: args.o.head_stride * size,
+            do_row_bytes: args.d_o.row_stride * size,
+            do_head_bytes: args.d_o.head_stride * size,
+            dq_row_bytes: params.dq_row_bytes,
+            dq_head_bytes: params.dq_head_bytes,
+            heads: self.i32_of("heads_q", self.problem.heads_q, i64::from(i32::MAX))?,
+            blocks: params.blocks,
+            vectors_qk: params.vectors_qk,
+            vectors_v: params.vectors_v,
+            mask: params.mask,
+            o_rows: params.o_rows,
+        };
+        let prepare_grid = grid(self.problem.heads_q, multiprocessors.saturating_mul(kernels.prepare_blocks))?;
+        let list = [
+            KernelArg::new(q),
+            KernelArg::new(k),
+            KernelArg::new(v),
+            KernelArg::new(d_o),
+            KernelArg::new(dk),
+            KernelArg::new(dv),
+            KernelArg::new(&params),
+        ];
+        // SAFETY: the caller's promise covers every tensor and the workspace; the schedule bounds what the kernels follow.
+        unsafe {
+            self.zero(scope, call.workspace.data, parts.control_bytes)?;
+            self.launch(scope, kernels.prepare, prepare_grid, &[KernelArg::new(&prepare)])?;
+            self.launch(scope, kernels.backward, ctas, &list)
+        }
     }
 
     fn split<'a>(&'a self, kernels: &'a split::Kernels, parts: &'a split::Parts) -> split::Launcher<'a> {
@@ -507,13 +748,9 @@ impl BackendPlan for CudaPlan {
             (Err(e), _) | (Ok(_), Err(e)) => return Err(e.clone()),
         };
         let layout = call.layout;
-        let broadcast = match self.problem.query {
-            Query::Jagged => 0,
-            Query::Broadcast { q_len } => self.i32_of("q_len", q_len, MAX_ROWS)?,
-        };
         if self.problem.zero_unused_rows {
             // A broadcast query has no unused rows: its dq is written whole.
-            if broadcast == 0 {
+            if matches!(self.problem.query, Query::Jagged) {
                 // SAFETY: the caller's promise.
                 unsafe { self.schedule.zero_query_rows(&scope, &chosen.shared, layout, &args.dq, None)? };
             }
@@ -523,87 +760,20 @@ impl BackendPlan for CudaPlan {
         if layout.batch == 0 {
             return Ok(());
         }
-        let (kernels, workspace) = match (kernels, parts) {
-            (ChosenBackward::Whole(kernels), BackwardParts::Whole(workspace)) => (kernels, *workspace),
-            (ChosenBackward::Split(kernels), BackwardParts::Split(parts)) => {
-                // SAFETY: the caller's promise.
-                return unsafe { self.split(kernels, parts).backward(&scope, call, args) };
-            }
-            _ => return Err(Error::Internal("kernels and workspace of different backwards".to_owned())),
-        };
-        let views = [
-            ("q", &args.q),
-            ("k", &args.k),
-            ("v", &args.v),
-            ("o", &args.o),
-            ("d_o", &args.d_o),
-            ("dk", &args.dk),
-            ("dv", &args.dv),
-        ];
-        // Sides without any row have nothing to describe, and nothing of them is touched: the other side's map serves.
-        let some = if args.q.rows > 0 { &args.dq } else { &args.dk };
-        let mut maps = [TensorMap::UNUSED; 7];
-        for ((map, (name, view)), out) in kernels.maps.iter().zip(views).zip(&mut maps) {
-            *out = self.encode(&scope, map, name, if view.rows > 0 { view } else { some })?;
-        }
-        #[expect(clippy::cast_possible_wrap, reason = "2 or 4")]
-        let size = self.problem.dtype.size() as i64;
-        let scratch = address(call.workspace.data);
-        let together = kernels.units.blocks;
-        let ctas = (scope.device_info().multiprocessors / together).max(1) * together;
-        let scale = self.problem.scale;
-        let params = BackwardParams {
-            header: address(call.schedule.data),
-            sequences: self.schedule.sequences(call.schedule),
-            units: self.schedule.backward_units(call.schedule),
-            lse: address(args.lse.data),
-            control: scratch,
-            partial: workspace.partial.map_or(0, |p| scratch + p as u64),
-            dq: address(args.dq.data),
-            dk: address(args.dk.data),
-            dv: address(args.dv.data),
-            lse_head_stride: args.lse.head_stride,
-            dq_row_bytes: args.dq.row_stride * size,
-            dq_head_bytes: args.dq.head_stride * size,
-            dk_row_bytes: args.dk.row_stride * size,
-            dk_head_bytes: args.dk.head_stride * size,
-            dv_row_bytes: args.dv.row_stride * size,
-            dv_head_bytes: args.dv.head_stride * size,
-            scale,
-            scale_log2: backward_scale_log2(scale),
-            heads_kv: self.i32_of("heads_kv", self.problem.heads_kv, i64::from(i32::MAX))?,
-            group: self.i32_of("heads_q", self.problem.group(), i64::from(i32::MAX))?,
-            blocks: workspace.blocks,
-            broadcast,
-            vectors_qk: self.i32_of("head_dim", self.problem.head_dim * size / 16, 64)?,
-            vectors_v: self.i32_of("head_dim_v", self.problem.head_dim_v * size / 16, 64)?,
-            mask: self.schedule.mask(),
-            o_rows: self.i32_of("o.rows", args.o.rows, MAX_ROWS)?,
-            kv_rows: self.i32_of("k.rows", args.k.rows, MAX_ROWS)?,
-            ctas: ctas.cast_signed(),
-        };
-        let [q, k, v, o, d_o, dk, dv] = &maps;
-        let list = [
-            KernelArg::new(q),
-            KernelArg::new(k),
-            KernelArg::new(v),
-            KernelArg::new(o),
-            KernelArg::new(d_o),
-            KernelArg::new(dk),
-            KernelArg::new(dv),
-            KernelArg::new(&params),
-        ];
-        // SAFETY: the caller's promise covers every tensor and the workspace; the schedule bounds what the kernels follow.
+        // SAFETY: the caller's promise.
         unsafe {
-            self.zero(&scope, call.workspace.data, workspace.control_bytes)?;
-            self.launch(&scope, kernels.backward, ctas, &list)?;
-            if broadcast > 0 {
-                let blocks = self.problem.heads_q.unsigned_abs() * u64::from(workspace.blocks.unsigned_abs());
-                let grid = u32::try_from(blocks * u64::from(REDUCE_BLOCKS))
-                    .map_err(|_| Error::Internal(format!("{blocks} row blocks")))?;
-                self.launch(&scope, kernels.reduce, grid, &[KernelArg::new(&params)])?;
+            match (kernels, parts) {
+                (ChosenBackward::Whole(kernels), BackwardParts::Whole(parts)) => {
+                    self.whole_backward(&scope, call, args, kernels, parts)
+                }
+                (ChosenBackward::Unordered(kernels), BackwardParts::Unordered(parts)) => {
+                    self.unordered_backward(&scope, call, args, kernels, parts)
+                }
+                (ChosenBackward::Split(kernels), BackwardParts::Split(parts)) => {
+                    self.split(kernels, parts).backward(&scope, call, args)
+                }
+                _ => Err(Error::Internal("kernels and workspace of different backwards".to_owned())),
             }
         }
-        Ok(())
     }
 }

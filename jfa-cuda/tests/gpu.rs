@@ -17,6 +17,9 @@ use jfa_cuda::{BUNDLES, CudaBackend};
 use jfa_driver::cuda::{CudaGpu, CudaMemory};
 use jfa_driver::{CachedMap, DriverError, Gpu, Scope};
 
+/// Rows of capacity per sequence with which the backward expects long ones.
+const LONG: i64 = 1000;
+
 /// The driver, or a word on why there is nothing to test.
 fn device() -> Option<Arc<CudaGpu>> {
     match CudaGpu::new() {
@@ -330,27 +333,35 @@ fn every_kernel_against_the_oracle() {
         {
             for (heads_q, heads_kv) in [(2, 2), (4, 1), (3, 1)] {
                 let mask = masks[(i + usize::try_from(heads_q).unwrap()) % masks.len()];
-                let (q, kv) = (
-                    lengths(&mut random, 14, 300),
-                    lengths(&mut random, 14, 300).into_iter().rev().collect::<Vec<_>>(),
-                );
-                let (q, kv) = (offsets_from_lengths(&q).unwrap(), offsets_from_lengths(&kv).unwrap());
-                let problem = Problem::builder(dtype, heads_q, dim)
-                    .heads_kv(heads_kv)
-                    .head_dim_v(dim_v)
-                    .mask(mask)
-                    .capacity(14, q[14] + 50, kv[14] + 50)
-                    .build()
-                    .unwrap();
-                let case = Case::new(&gpu, 0, &backend, &problem, 7);
-                case.set_offsets(&q, &kv);
-                case.queue(14).unwrap();
-                case.memory.synchronize().unwrap();
-                let what = format!("{dtype}, head_dim {dim} and {dim_v}, heads {heads_q}/{heads_kv}, {mask}");
-                case.check(&q, &kv, &what);
-                case.queue_backward(14).unwrap();
-                case.memory.synchronize().unwrap();
-                case.check_backward(&q, &kv, &what);
+                // Many short sequences, few long ones; and the rows of capacity beside theirs.
+                for (batch, room) in [(14, 50), (3, 3 * LONG)] {
+                    let mut side = || {
+                        if batch == 14 {
+                            lengths(&mut random, 14, 300)
+                        } else {
+                            vec![500 + random.below(200), random.below(100), random.below(400)]
+                        }
+                    };
+                    let (q, kv) = (side(), side().into_iter().rev().collect::<Vec<_>>());
+                    let (q, kv) = (offsets_from_lengths(&q).unwrap(), offsets_from_lengths(&kv).unwrap());
+                    let problem = Problem::builder(dtype, heads_q, dim)
+                        .heads_kv(heads_kv)
+                        .head_dim_v(dim_v)
+                        .mask(mask)
+                        .capacity(batch, q[q.len() - 1] + room, kv[kv.len() - 1] + room)
+                        .build()
+                        .unwrap();
+                    let case = Case::new(&gpu, 0, &backend, &problem, 7);
+                    case.set_offsets(&q, &kv);
+                    case.queue(batch).unwrap();
+                    case.memory.synchronize().unwrap();
+                    let what =
+                        format!("{dtype}, head_dim {dim} and {dim_v}, heads {heads_q}/{heads_kv}, {mask}, room {room}");
+                    case.check(&q, &kv, &what);
+                    case.queue_backward(batch).unwrap();
+                    case.memory.synchronize().unwrap();
+                    case.check_backward(&q, &kv, &what);
+                }
             }
         }
     }
@@ -360,30 +371,35 @@ fn every_kernel_against_the_oracle() {
 fn a_captured_graph_replays_with_other_lengths() {
     let Some(gpu) = device() else { return };
     let backend = backend(&gpu, false);
-    let problem = Problem::builder(DType::BF16, 2, 128).capacity(12, 4000, 4000).build().unwrap();
-    let case = Case::new(&gpu, 0, &backend, &problem, 3);
-    let mut random = Random(5);
-    // The very first call of this plan is the captured one: loading kernels must not disturb the capture.
-    let graph = case
-        .memory
-        .cuda_stream()
-        .capture(|| {
-            case.queue(12).and_then(|()| case.queue_backward(12)).map_err(|e| DriverError::Unavailable(e.to_string()))
-        })
-        .unwrap();
-    for round in 0..5 {
-        let (q, kv) = (lengths(&mut random, 12, 400), lengths(&mut random, 12, 400));
-        let (q, kv) = (offsets_from_lengths(&q).unwrap(), offsets_from_lengths(&kv).unwrap());
-        case.o.fill(0xff).unwrap();
-        case.lse.fill(0xff).unwrap();
-        for gradient in [&case.dq, &case.dk, &case.dv] {
-            gradient.fill(0xff).unwrap();
+    for rows in [4000, 12 * LONG] {
+        let problem = Problem::builder(DType::BF16, 2, 128).capacity(12, rows, rows).build().unwrap();
+        let case = Case::new(&gpu, 0, &backend, &problem, 3);
+        let mut random = Random(5);
+        // The very first call of this plan is the captured one: loading kernels must not disturb the capture.
+        let graph = case
+            .memory
+            .cuda_stream()
+            .capture(|| {
+                case.queue(12)
+                    .and_then(|()| case.queue_backward(12))
+                    .map_err(|e| DriverError::Unavailable(e.to_string()))
+            })
+            .unwrap();
+        for round in 0..5 {
+            let (q, kv) = (lengths(&mut random, 12, 400), lengths(&mut random, 12, 400));
+            let (q, kv) = (offsets_from_lengths(&q).unwrap(), offsets_from_lengths(&kv).unwrap());
+            case.o.fill(0xff).unwrap();
+            case.lse.fill(0xff).unwrap();
+            for gradient in [&case.dq, &case.dk, &case.dv] {
+                gradient.fill(0xff).unwrap();
+            }
+            case.set_offsets(&q, &kv);
+            graph.launch(case.memory.cuda_stream()).unwrap();
+            case.memory.synchronize().unwrap();
+            let what = format!("room for {rows} rows, replay {round}");
+            case.check(&q, &kv, &what);
+            case.check_backward(&q, &kv, &what);
         }
-        case.set_offsets(&q, &kv);
-        graph.launch(case.memory.cuda_stream()).unwrap();
-        case.memory.synchronize().unwrap();
-        case.check(&q, &kv, &format!("replay {round}"));
-        case.check_backward(&q, &kv, &format!("replay {round}"));
     }
 }
 

@@ -9,7 +9,8 @@ use jfa_core::{
     Plan, Problem, Stream, TensorView,
 };
 use jfa_cuda::params::{
-    BackwardParams, Finding, ForwardParams, IndexParams, ScheduleParams, SplitParams, ValidateParams, ZeroParams,
+    BackwardParams, Finding, ForwardParams, IndexParams, PrepareParams, ScheduleParams, SplitParams, ValidateParams,
+    ZeroParams,
 };
 use jfa_cuda::{BUNDLES, CudaBackend};
 use jfa_driver::recorder::{Launched, Recorder};
@@ -773,25 +774,133 @@ fn wide_heads_take_the_split_backward() {
 }
 
 #[test]
-fn long_uneven_lengths_take_the_split_backward() {
+fn long_sequences_take_the_unordered_backward() {
     let gpu = Recorder::new(&[(9, 0)]);
-    let split = ["schedule", "backward_index", "backward_dq_128_bf16", "backward_dkdv_128_bf16"];
-    let whole = ["schedule", "backward_128_bf16"];
     let causal = Mask::Causal(Alignment::TopLeft);
-    // Capacities of ten sequences: it is their mean that counts.
-    // Not where the bits of a sequence must not depend on the others.
-    for (mask, keys, deterministic, expected) in [
-        (Mask::Full, 11_990, false, &whole[..]),
-        (Mask::Full, 12_000, false, &split[..]),
-        (Mask::Full, 12_000, true, &whole[..]),
-        (causal, 9_990, false, &whole[..]),
-        (causal, 10_000, false, &split[..]),
-        (causal, 10_000, true, &whole[..]),
+    let rows = 80i64;
+    for (dim, mask) in [(128, Mask::Full), (72, causal), (96, Mask::Full)] {
+        let dim_v = dim - 8;
+        let problem = Problem::builder(DType::F16, 4, dim)
+            .heads_kv(2)
+            .head_dim_v(dim_v)
+            .capacity(10, 9000, 8000)
+            .mask(mask)
+            .build()
+            .unwrap();
+        let plan = plan_on(&gpu, &problem, false).unwrap();
+        let layout = Layout::jagged(9, offsets(0x100), offsets(0x200));
+        let args = backward_args(&problem, 8000);
+        let names = ["schedule", "backward_prepare_128_f16", "backward_unordered_128_f16"];
+        let launches = run_split(&gpu, &plan, &layout, &args, &names);
+
+        // Every tile of keys is a unit.
+        let s: ScheduleParams = params(&launches[0]);
+        assert_eq!((s.backward_rows, i64::from(s.backward_q_tile), s.backward_share), (128, rows, i32::MAX));
+        assert_eq!(s.backward_capacity, 8000 / 128 + 10);
+        assert!(
+            s.backward_list + 8 * s.backward_capacity as u64 <= 0x7000_0000 + plan.requirements().schedule_bytes as u64
+        );
+
+        let (l, p): (_, PrepareParams) = (&launches[1], params(&launches[1]));
+        // Items: tiles times query heads.
+        assert_eq!((l.shape.grid, l.shape.threads, l.shape.cluster), ([72 * 4, 1, 1], 256, None));
+        assert_eq!((p.header, p.sequences, p.units), (0x7000_0000, s.sequences, s.backward_list));
+        assert_eq!((p.lse, p.lse_head_stride, p.o, p.d_o), (0x5000_0000, 9000, 0x4000_0000, 0x4800_0000));
+        assert_eq!((p.o_row_bytes, p.o_head_bytes, p.do_row_bytes), (8 * dim_v, 2 * dim_v, 8 * dim_v));
+        assert_eq!((p.dq, p.dq_row_bytes, p.dq_head_bytes), (0x1800_0000, 8 * dim, 2 * dim));
+        let blocks = 9000 / rows + 10;
+        assert_eq!((p.heads, i64::from(p.blocks), p.o_rows), (4, blocks, 9000));
+        assert_eq!((i64::from(p.vectors_qk), i64::from(p.vectors_v)), (dim / 8, dim_v / 8));
+
+        let (l, b): (_, BackwardParams) = (&launches[2], params(&launches[2]));
+        assert_eq!((l.shape.grid, l.shape.threads, l.shape.cluster), ([132, 1, 1], 384, None));
+        let maps: Vec<_> = (0..6).map(|i| gpu.map(l, i)).collect();
+        assert_eq!(maps.iter().map(|m| m.tensor).collect::<Vec<_>>(), ["q", "k", "v", "d_o", "dk", "dv"]);
+        let rows_of_box = maps.iter().map(|m| i64::from(m.box_dims[1])).collect::<Vec<_>>();
+        assert_eq!(rows_of_box, [rows, 128, 128, rows, 16, 16]);
+        assert_eq!((b.dq, b.dk, b.dv), (0x1800_0000, 0x2800_0000, 0x3800_0000));
+        assert_eq!((b.heads_kv, b.group, i64::from(b.blocks), b.broadcast), (2, 2, blocks, 0));
+        assert_eq!((b.o_rows, b.kv_rows, b.ctas), (9000, 8000, 132));
+        assert_eq!((b.units, b.control, b.partial), (s.backward_list, 0x6000_0000, p.partial));
+
+        // Counters, then for every block of rows its sums and two values a row.
+        let control = 144 + 24 * 4 * blocks;
+        assert_eq!(
+            gpu.take_fills(),
+            [(0x6000_0000, 0, usize::try_from(control).unwrap())],
+            "the counters start at zero"
+        );
+        let partial = control.cast_unsigned().next_multiple_of(256);
+        assert_eq!(p.partial, 0x6000_0000 + partial);
+        let block_bytes = (rows * (128 + 2) * 4).cast_unsigned().next_multiple_of(128);
+        let needed = (partial + 4 * blocks.cast_unsigned() * block_bytes).next_multiple_of(256);
+        assert_eq!(plan.requirements().backward_bytes as u64, needed);
+    }
+}
+
+#[test]
+fn which_backward_a_problem_takes() {
+    let gpu = Recorder::new(&[(9, 0)]);
+    let unordered = ["schedule", "backward_prepare_128_bf16", "backward_unordered_128_bf16"];
+    let pairs = ["schedule", "backward_128_bf16"];
+    let split = ["schedule", "backward_index", "backward_dq_128_bf16", "backward_dkdv_128_bf16"];
+    let causal = Mask::Causal(Alignment::BottomRight);
+    let window = |left, right| Mask::Window { left, right, alignment: Alignment::TopLeft };
+    let of = |heads_q, rows: i64, keys: i64, mask, deterministic| {
+        Problem::builder(DType::BF16, heads_q, 128)
+            .heads_kv(1)
+            .capacity(10, 10 * rows, 10 * keys)
+            .mask(mask)
+            .deterministic(deterministic)
+            .build()
+            .unwrap()
+    };
+    // It is the mean of the capacities of ten sequences that counts.
+    for (problem, expected) in [
+        (of(1, 749, 900, Mask::Full, false), &pairs[..]),
+        (of(1, 900, 749, Mask::Full, false), &pairs[..]),
+        (of(1, 750, 750, Mask::Full, false), &unordered[..]),
+        (of(4, 750, 750, causal, false), &unordered[..]),
+        // No bound that cuts off earlier keys.
+        (of(1, 900, 900, window(Some(u32::MAX), None), false), &unordered[..]),
+        (of(1, 900, 900, window(None, Some(5)), false), &unordered[..]),
+        // The bits must not depend on the run or the batch.
+        (of(1, 2000, 2000, Mask::Full, true), &pairs[..]),
+        (of(8, 2000, 2000, Mask::Full, true), &pairs[..]),
+        // A tile has few rows, or few tiles have all rows.
+        (of(1, 999, 2000, window(Some(5), None), false), &pairs[..]),
+        (of(1, 1000, 1000, window(Some(5), Some(0)), false), &split[..]),
+        (of(8, 2000, 999, causal, false), &pairs[..]),
+        (of(8, 1000, 1000, causal, false), &split[..]),
     ] {
-        let b = Problem::builder(DType::BF16, 4, 128).capacity(10, 9000, keys).mask(mask).deterministic(deterministic);
-        let problem = b.build().unwrap();
         let plan = plan_on(&gpu, &problem, false).unwrap();
         let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
-        run_split(&gpu, &plan, &layout, &backward_args(&problem, keys), expected);
+        run_split(&gpu, &plan, &layout, &backward_args(&problem, problem.total_kv), expected);
     }
+
+    // Narrow heads have a narrower kernel in pairs.
+    let problem = Problem::builder(DType::BF16, 3, 64).capacity(1, 2000, 2000).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let layout = Layout::jagged(1, offsets(0x100), offsets(0x200));
+    run_split(&gpu, &plan, &layout, &backward_args(&problem, 2000), &["schedule", "backward_64_bf16"]);
+
+    // Few items: no more blocks than those.
+    let problem = Problem::builder(DType::BF16, 3, 128).capacity(1, 750, 750).build().unwrap();
+    let plan = plan_on(&gpu, &problem, false).unwrap();
+    let layout = Layout::jagged(1, offsets(0x100), offsets(0x200));
+    let mut args = backward_args(&problem, 750);
+    let launches = run_split(&gpu, &plan, &layout, &args, &unordered);
+    assert_eq!(launches[1..].iter().map(|l| l.shape.grid[0]).collect::<Vec<_>>(), [18, 18]);
+    // A call without query rows: the maps of the other side serve.
+    for view in [&mut args.q, &mut args.o, &mut args.d_o, &mut args.dq] {
+        (view.data, view.rows) = (DataPtr::NULL, 0);
+    }
+    (args.lse.data, args.lse.rows) = (DataPtr::NULL, 0);
+    let launches = run_split(&gpu, &plan, &layout, &args, &unordered);
+    assert!((0..6).all(|i| gpu.map(&launches[2], i).dims[2] == 751));
+
+    // A variant without one of its own takes the plain one, as of every other kind.
+    let backend = Arc::new(CudaBackend::new(gpu.clone(), BUNDLES, "cuda", Some("g1"), Some(false)).unwrap());
+    let plan = Plan::new(backend, &problem).unwrap();
+    run_split(&gpu, &plan, &layout, &backward_args(&problem, 750), &unordered);
 }
