@@ -8,12 +8,12 @@
 //               operands, ds goes to shared memory once for dq. lse and delta come from backward_prepare.cu
 //   dq          leaves through shared memory and is added at the L2 in fp32 by the copy engine. Who adds last to a row block, by a counter,
 //               takes the sum and stores dq. A sequence of one tile needs no sum: dq leaves straight from the registers
-//   zeros       where sums are about to begin are written a few hundred items ahead, not for all rows before all tiles: so they stay in the
-//               L2, and so do the sums, which are thrown away once they are stored. Who takes item i zeroes its share of the sequence of
+//   zeros       are written where sums begin about a hundred items before their tiles come, not for all rows before all tiles: so they stay in
+//               the L2, and so do the sums, which are thrown away once they are stored. Who takes item i zeroes its share of the sequence of
 //               item i + lead; who comes to a row block that nobody has begun to zero does it itself, hence no wait can be endless
 //   roles       producer warpgroup: warp 0 takes items and loads; warp 1 zeroes, counts additions and lists finished row blocks; warps 2
-//               and 3 store what is listed by any CTA: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64 keys each; for dq each has half the columns (head_dim 128) or half
-//               the rows (64), hence one barrier between them in a step
+//               and 3 store what is listed by any CTA: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64
+//               keys each; for dq each has half the columns and needs the other's ds, hence one barrier between them in a step
 //   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
 //               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
 //   registers   consumers 240, the producer warpgroup 24
@@ -67,6 +67,7 @@ struct alignas(16) Finished {
     int block;  // among all, and 1: 0 is nothing yet
     int head, q_row, rows;
 };
+
 struct SharedMemory {
     uint8_t k[kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
@@ -92,7 +93,7 @@ __device__ __forceinline__ Finished* finished_list(const JfaBackwardParams& p) {
     return reinterpret_cast<Finished*>(p.control + (counters + 2ll * row_blocks(p) + 3) / 4 * 4);
 }
 
-// The same, but no constant of a loop for the compiler, lest it keep what is worked out from it in registers, or spill that.
+// x, but for the compiler not the same in every round of a loop, lest it keep what is worked out from it in registers, or spill that.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     uint32_t y;
     asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x));
@@ -173,6 +174,7 @@ __device__ __forceinline__ void zero_first(const JfaBackwardParams& p, int me) {
     const uint32_t lead = lead_of(p);
     for (uint32_t item = blockIdx.x + gridDim.x * me; item < lead; item += 3 * gridDim.x) zero_for(p, item);
 }
+
 // ---------------------------------------------------------------------------------------------------------------- producer
 // The first row block from row x on.
 constexpr int all_blocks = 1 << 25;
@@ -222,8 +224,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         bool first = true, drawn = false;
 #pragma unroll 1
         for (int member = 0; member < p.group; ++member) {
-            const int head = t.kv_head * p.group + member;
-            const int blocks = t.hi - t.lo;
+            const int head = t.kv_head * p.group + member, blocks = t.hi - t.lo;
 #pragma unroll 1
             for (int n = 0, i = t.first; n < blocks; ++n, ++step, i = i > t.lo ? i - 1 : t.hi - 1) {
                 const int stage = stage_of(step), row = i * q_tile, rows = t.q_len - row;
@@ -283,15 +284,15 @@ __device__ __forceinline__ Place place_in(const JfaBackwardParams& p, int q_row,
     return {static_cast<char*>(p.dq) + (q_row + row) * p.dq_row_bytes + head * p.dq_head_bytes + column * 2, rows - row, 8 * p.vectors_qk - column};
 }
 // `f`: columns lane / 4 (x, y) and lane / 4 + 8 (z, w) of rows 2 * (lane % 4) (x, z) and the next one (y, w). Lanes 4 apart swap rows, so
-// that each has two neighbouring columns of one. Rows and columns: `row`, `column` past the place's.
-__device__ __forceinline__ void store_columns(const Place& place, long long row_bytes, int row, int column, float4 f, float scale) {
+// that each has two neighbouring columns of one. Rows: `row` past the place's.
+__device__ __forceinline__ void store_columns(const Place& place, long long row_bytes, int row, float4 f, float scale) {
     const bool odd = ptx::lane_id() & 4;
     const float low = __shfl_xor_sync(~0u, odd ? f.x : f.y, 4), high = __shfl_xor_sync(~0u, odd ? f.z : f.w, 4);
     const uint32_t a = odd ? ptx::pack<T>(low * scale, f.y * scale) : ptx::pack<T>(f.x * scale, low * scale);
     const uint32_t b = odd ? ptx::pack<T>(high * scale, f.w * scale) : ptx::pack<T>(f.z * scale, high * scale);
-    char* const to = place.to + row * row_bytes + column * 2;
-    if (row < place.rows && column < place.columns) *reinterpret_cast<uint32_t*>(to) = a;
-    if (row < place.rows && column + 8 < place.columns) *reinterpret_cast<uint32_t*>(to + 16) = b;
+    char* const to = place.to + row * row_bytes;
+    if (row < place.rows && place.columns > 0) *reinterpret_cast<uint32_t*>(to) = a;
+    if (row < place.rows && place.columns > 8) *reinterpret_cast<uint32_t*>(to + 16) = b;
 }
 
 // Counts what has been added to every row block of the CTA's steps; lists those to which nothing more comes.
@@ -376,8 +377,8 @@ __device__ void finish_query_gradients(SharedMemory& shared, const JfaBackwardPa
 #pragma unroll 1
             for (int x = 0; x < q_tile / 8; x += 2) {
                 const float4 a = ptx::load_shared(from + 128 * x), b = ptx::load_shared(from + 128 * x + 128);
-                store_columns(place, p.dq_row_bytes, 8 * x, 0, a, p.scale);
-                store_columns(place, p.dq_row_bytes, 8 * x + 8, 0, b, p.scale);
+                store_columns(place, p.dq_row_bytes, 8 * x, a, p.scale);
+                store_columns(place, p.dq_row_bytes, 8 * x + 8, b, p.scale);
             }
             __syncwarp();
             if (lane == 0 && part + finishing_stages < 8) fetch(part + finishing_stages);
@@ -567,7 +568,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 const Place place = place_in(p, row, head, min(t.q_len - block * q_tile, p.o_rows - row), own_row);
 #pragma unroll
                 for (int x = 0; x < q_tile / 8; ++x)
-                    store_columns(place, p.dq_row_bytes, 8 * x, 0, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
+                    store_columns(place, p.dq_row_bytes, 8 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
             }
             ptx::wgmma_wait<0>();  // dk
             if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
