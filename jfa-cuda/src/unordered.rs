@@ -2,7 +2,7 @@
 //! in fp32 in the workspace; whoever is the last to add to a block of rows stores its dq. dk and dv are one block's own. For long
 //! sequences whose dq need not have the same bits in every run.
 //!
-//! A kernel before it reads o and d_o once: what every row starts from, and zeros for the sums.
+//! A kernel before it reads o and d_o once, for lse and delta of every row as the products want them.
 
 use jfa_core::{Error, Problem, Result};
 use jfa_driver::schedule::{Units, aligned, constant};
