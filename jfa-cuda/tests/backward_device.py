@@ -251,6 +251,9 @@ def check(directory, kind, names, skip):
     return bad
 
 
+RUNS = 1000
+
+
 def repeat(directory, kind, names, skip):
     """The same bits in every run and wherever a sequence stands in the batch; of a dq whose order is free the same values but for the last bits."""
     print("@repeat", flush=True)
@@ -275,7 +278,7 @@ def repeat(directory, kind, names, skip):
         return not (far <= 1e-3 and bool(((x - y).abs() <= 2.0 ** -7 * x.abs() + 1e-4 * x.abs().mean()).all()))
     free = (kind.dq_is_free, False, False)
     runs = 0
-    for _ in range(200):
+    for _ in range(RUNS):
         b.run()
         runs += any([different(*each) for each in zip(first, (b.dq, b.dk, b.dv), free)])
     order = torch.randperm(len(lq), generator=g).tolist()
@@ -288,7 +291,7 @@ def repeat(directory, kind, names, skip):
     c.run()
     torch.cuda.synchronize()
     moved = sum(different(x[rows], t, f) for x, t, f in zip(first, (c.dq, c.dk, c.dv), free))
-    print(f"  repeat: {runs} of 200 runs differ; permuted batch: {moved} of 3 gradients differ" + (f"; dq within {farthest:.1e}" if kind.dq_is_free else ""), flush=True)
+    print(f"  repeat: {runs} of {RUNS} runs differ; permuted batch: {moved} of 3 gradients differ" + (f"; dq within {farthest:.1e}" if kind.dq_is_free else ""), flush=True)
     return runs + moved
 
 
