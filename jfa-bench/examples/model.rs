@@ -72,6 +72,7 @@ fn main() -> Result<()> {
         execution.build_schedule()?;
         gpu.launches();
         for (pass, key) in [("forward", "fwd"), ("backward", "bwd")] {
+            eprintln!("{name} {pass}");
             let start = cpu_seconds()?;
             if key == "fwd" {
                 execution.forward()?;

@@ -444,13 +444,14 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
 }
 
 // ------------------------------------------------------------------------------------------------ the producer's other warps
-// Calls visit(segment, query block, step) for every step of the CTA; `begin(segment)` once for every segment before. Returns the
-// number of steps.
-template <class Begin, class Visit>
-__device__ __forceinline__ uint32_t every_step(SharedMemory& shared, Begin begin, Visit visit) {
+// Calls visit(segment, query block, step) for every step of the CTA; `begin(segment)` once for every segment before; `idle` where the next
+// segment is not there yet. Returns the number of steps.
+template <class Idle, class Begin, class Visit>
+__device__ __forceinline__ uint32_t every_step(SharedMemory& shared, Idle idle, Begin begin, Visit visit) {
     const int lane = ptx::lane_id();
     uint32_t step = 0;
     for (uint32_t n = 0;; ++n) {
+        if (!__all_sync(~0u, ptx::mbarrier_test_wait(segment_full(shared, n), segment_phase(n)))) idle();
         ptx::mbarrier_wait(segment_full(shared, n), segment_phase(n));
         const Segment& s = shared.segment[n % segments];
         if (s.flags & the_end) return step;
@@ -489,6 +490,10 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
     };
     every_step(
         shared,
+        // Who will say what comes next may wait for the flag of the last step.
+        [&] {
+            if (me == 1) raise(true);
+        },
         [&](const Segment& s) {
             if (s.flags & zero_keys) {
                 const int from = s.kv_row + s.key0, to = min(p.kv_rows, s.kv_row + min(s.key0 + keys, s.kv_len));
@@ -608,7 +613,7 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
     // What the scores of a row start from, so that scale * score is log2(p). Rows that see no key: minus infinity behind the scale.
     const float factor = -1.44269504088896341f / p.scale_log2;
     every_step(
-        shared,
+        shared, [] {},
         [&](const Segment& s) {
             if (s.lo >= s.hi && s.look_at >= 0) ask();
         },

@@ -207,6 +207,8 @@ def cases():
     yield "long-d96", lambda: Problem([700, 90, 1100], [900, 1200, 1100], 4, 2, dim=96)
     # One block of rows, many keys, more sequences than pairs of CTAs: a pair does all passes of a sequence one after the other.
     yield "few-rows", lambda: Problem([20, 64, 1] * 400, [700, 520, 300] * 400, 4)
+    # One head, odd numbers of tiles, then sequences of one tile: one CTA of a pair has nothing to do in those.
+    yield "one-head", lambda: Problem([300, 60, 40, 20] * 300, [300, 60, 40, 20] * 300, 1)
     yield "few-rows-gqa", lambda: Problem([20, 64, 1] * 400, [700, 520, 650] * 400, 4, 2, causal=True, bottom=True)
     yield "f16", lambda: Problem(lq, lk, 2, dtype=torch.float16)
     for d in (8, 32, 40, 64, 96):

@@ -77,6 +77,16 @@ fn lengths(c: &mut Collector, dtype: DType, dim: i64) {
     // keys, each addition must be in place before the next one builds on it.
     let (few, keys): (Vec<i64>, Vec<i64>) = (0..140).map(|b| (1 + b % 3, [520, 700, 300][b as usize % 3])).unzip();
     c.conform("2-3", false, "lengths/few-rows-many-keys", Scenario::cross(dtype, dim, &few, &keys));
+    // One head and odd numbers of key tiles, then sequences of one tile: whoever shares a sequence has nothing of the last ones.
+    let odd: Vec<i64> = (0..60).map(|b| if b % 4 == 0 { 290 + b % 20 } else { 5 + b }).collect();
+    c.conform(
+        "2-3",
+        true,
+        "lengths/one-head-odd-tiles",
+        Scenario::cross(dtype, dim, &odd, &odd).with(|s| {
+            (s.heads_q, s.heads_kv) = (1, 1);
+        }),
+    );
     let many: Vec<i64> = (0..500).map(|b| b % 4).collect();
     c.conform("2-3", false, "lengths/many-tiny", Scenario::new(dtype, dim, &many));
 

@@ -410,6 +410,7 @@ impl Cluster<'_> {
 /// Runs all clusters of a launch on `threads` workers.
 pub(crate) fn run_all(l: &Launch<'_>, threads: usize) -> Counters {
     let total = Mutex::new(Counters::default());
+    let live = AtomicU64::new(l.clusters);
     let work = || {
         let mut sum = Counters::default();
         let mut parked: std::collections::VecDeque<Box<Cluster<'_>>> = Default::default();
@@ -426,9 +427,10 @@ pub(crate) fn run_all(l: &Launch<'_>, threads: usize) -> Counters {
             };
             match c.run() {
                 Turn::Spinning => {
-                    if l.next.load(Ordering::Relaxed) >= l.clusters && threads > 1 {
+                    let elsewhere = live.load(Ordering::Relaxed) > parked.len() as u64 + 1;
+                    if l.next.load(Ordering::Relaxed) >= l.clusters && elsewhere {
                         // Whoever this one waits for runs on another worker, which may have to wait for a CPU itself: rounds
-                        // meanwhile must not add up to what counts as deadlock.
+                        // meanwhile must not add up to what counts as deadlock. Where nobody else is left, they must.
                         if parked.is_empty() {
                             std::thread::sleep(std::time::Duration::from_micros(100));
                         } else {
@@ -438,6 +440,7 @@ pub(crate) fn run_all(l: &Launch<'_>, threads: usize) -> Counters {
                     parked.push_back(c);
                 }
                 Turn::Done | Turn::Dead => {
+                    live.fetch_sub(1, Ordering::Relaxed);
                     c.finish();
                     sum.add(&c.counters);
                 }
