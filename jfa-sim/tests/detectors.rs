@@ -242,6 +242,51 @@ fn deadlocks_show_who_waits_where() {
     assert!(t.contains("waits at barrier 1") && t.contains("32 threads arrived of 64"), "{t}");
 }
 
+/// CTA 1 waits until CTA 0 has left something but 0 at `flag`; CTA 0 leaves `value`.
+const FLAG: &str = r"
+.version 8.3
+.target sm_90a
+.address_size 64
+.visible .entry flag(.param .u64 flag, .param .u32 value)
+{
+    .reg .pred %p<3>;
+    .reg .b32 %r<4>;
+    .reg .b64 %rd<2>;
+    ld.param.u64 %rd1, [flag];
+    ld.param.u32 %r1, [value];
+    mov.u32 %r2, %ctaid.x;
+    setp.eq.u32 %p1, %r2, 0;
+    @%p1 bra FIRST;
+AGAIN:
+    ld.acquire.gpu.global.u32 %r3, [%rd1];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra AGAIN;
+    bra DONE;
+FIRST:
+    st.release.gpu.global.u32 [%rd1], %r1;
+DONE:
+    ret;
+}
+";
+
+#[test]
+fn a_cluster_that_waits_for_one_that_is_gone_is_reported_by_any_number_of_workers() {
+    let module = Module::parse(FLAG).unwrap();
+    for (seed, threads) in [(0, 1), (0, 2), (1, 2), (2, 3)] {
+        for value in [0u32, 1] {
+            let cfg = Config { seed, threads, spin_limit: 1_000_000, ..Config::default() };
+            let mut m = Machine::new(Arch::Sm90, cfg);
+            let p = m.load(&module).unwrap();
+            let flag = m.alloc(4);
+            m.write(flag, &[0; 4]).unwrap();
+            let grid = LaunchConfig { grid: [2, 1, 1], ..shape(32, 0) };
+            let r = m.launch(&p, "flag", grid, &[flag.into(), value.into()]).unwrap();
+            let dead = r.findings.iter().any(|f| f.kind == Kind::Deadlock);
+            assert_eq!(dead, value == 0, "value {value}, {threads} workers:\n{}", text(&r));
+        }
+    }
+}
+
 #[test]
 fn divergence() {
     twin("divergence", Kind::Divergence, &out_only(32, 32));
