@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use jfa_core::{DType, Error, Result};
+use jfa_core::{DType, Error, Problem, Result};
 use jfa_driver::bundle::Tile;
-use jfa_driver::{JaggedMap, KernelInfo, KernelSet, Swizzle};
+use jfa_driver::{DriverError, JaggedMap, KernelInfo, KernelSet, Swizzle};
 
 /// Bytes that base addresses and strides are multiples of: what the copy engine needs. The kernels promise the compiler
 /// no more.
@@ -48,6 +48,11 @@ pub(crate) fn eligible<'a>(
     let of_kind = move |k: &&KernelInfo| k.tag("kind") == kind;
     let own = variant.filter(|v| all.iter().filter(of_kind).any(|k| k.tag("variant") == *v)).unwrap_or("");
     all.iter().enumerate().filter(move |(_, k)| k.tag("kind") == kind && k.tag("variant") == own)
+}
+
+/// What a problem is told whose backward lacks a kernel.
+pub(crate) fn no_backward(name: &str, problem: &Problem) -> impl Fn(DriverError) -> Error + Copy {
+    move |e| Error::Unsupported { asked: problem.to_string(), lacks: format!("'{name}' lacks a backward: {e}") }
 }
 
 /// The narrowest kernel that is wide enough.

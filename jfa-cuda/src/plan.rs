@@ -12,7 +12,7 @@ use jfa_core::{
 use jfa_driver::schedule::{Schedule, Shape, SharedKernels, Split, Units, address, aligned, constant, mask_params};
 use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
 
-use crate::kernels::{ALIGNMENT, Wanted, choose, map_of};
+use crate::kernels::{ALIGNMENT, Wanted, choose, map_of, no_backward};
 use crate::params::{Address, BACKWARD_BLOCK_BYTES, BackwardParams, ForwardParams, MAX_ROWS, PrepareParams};
 use crate::{split, unordered};
 
@@ -383,12 +383,7 @@ impl CudaPlan {
             return split::Kernels::choose(name, set, device, wanted, problem, forward_rows, packed_log2)
                 .map(|kernels| ChosenBackward::Split(Box::new(kernels)));
         }
-        let of_kind = |kind| {
-            choose(set, device, Wanted { kind, ..wanted }).map_err(|e| Error::Unsupported {
-                asked: problem.to_string(),
-                lacks: format!("'{name}' lacks a backward: {e}"),
-            })
-        };
+        let of_kind = |kind| choose(set, device, Wanted { kind, ..wanted }).map_err(no_backward(name, problem));
         let (backward, reduce) = (of_kind(kind)?, of_kind("backward_reduce")?);
         let kernels = set.bundle(device).map_err(|e| e.for_backend(name))?.kernels();
         let info = &kernels[backward];

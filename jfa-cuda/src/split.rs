@@ -8,7 +8,7 @@ use jfa_core::{BackwardArgs, Buffer, Call, Error, Layout, Problem, Query, Requir
 use jfa_driver::schedule::{Schedule, address, address_or_null, aligned, constant, offsets_of};
 use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
 
-use crate::kernels::{ALIGNMENT, Wanted, choose, map_of};
+use crate::kernels::{ALIGNMENT, Wanted, choose, map_of, no_backward};
 use crate::params::{
     Address, INDEX_HEADER_BYTES, IndexParams, KEY_SEQUENCE_BYTES, MAX_ROWS, MEMBER_BYTES, SPLIT_ROWS,
     SPLIT_STATISTICS_BYTES, SplitParams, UNIT_BYTES,
@@ -73,10 +73,7 @@ impl Kernels {
         forward_rows: i32,
         packed_log2: u32,
     ) -> Result<Self> {
-        let lacks = |e: DriverError| Error::Unsupported {
-            asked: problem.to_string(),
-            lacks: format!("'{name}' lacks a backward: {e}"),
-        };
+        let lacks = no_backward(name, problem);
         let of_kind = |kind| choose(set, device, Wanted { kind, ..wanted }).map_err(lacks);
         let index = set.find(device, "backward_index", |k| k.tag("kind") == "backward_index").map_err(lacks)?;
         let (dq, dkdv, dq_sum) = (of_kind("backward_dq")?, of_kind("backward_dkdv")?, of_kind("backward_dq_sum")?);

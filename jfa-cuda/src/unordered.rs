@@ -6,9 +6,9 @@
 
 use jfa_core::{Error, Problem, Result};
 use jfa_driver::schedule::{Units, aligned, constant};
-use jfa_driver::{CachedMap, DriverError, KernelSet};
+use jfa_driver::{CachedMap, KernelSet};
 
-use crate::kernels::{ALIGNMENT, Wanted, choose, map_of};
+use crate::kernels::{ALIGNMENT, Wanted, choose, map_of, no_backward};
 
 /// Bytes of `control` (kernels/params.h): counters, rounding, and what every row block has there.
 const COUNTERS_BYTES: i64 = 128 + 16;
@@ -67,10 +67,7 @@ impl Kernels {
         wanted: Wanted,
         problem: &Problem,
     ) -> Result<Self> {
-        let lacks = |e: DriverError| Error::Unsupported {
-            asked: problem.to_string(),
-            lacks: format!("'{name}' lacks a backward: {e}"),
-        };
+        let lacks = no_backward(name, problem);
         let of_kind = |kind| choose(set, device, Wanted { kind, ..wanted }).map_err(lacks);
         let (prepare, backward) = (of_kind("backward_prepare")?, of_kind(KIND)?);
         let kernels = set.bundle(device).map_err(|e| e.for_backend(name))?.kernels();
