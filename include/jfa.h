@@ -982,6 +982,9 @@ typedef struct jfa_api {
     JFA_MUST_USE jfa_status (*forward)(const struct jfa_plan *plan, const struct jfa_call *call, const struct jfa_forward_args *args);
     /**
      * Computes dq, dk and dv, and dbias when it is not NULL. On an error nothing has been launched or written.
+     * Every row of a key/value sequence is written, with exact zeros where no query row sees it. A batch without
+     * sequences, or without any row on either side, writes nothing at all: neither the dq of a broadcast query nor
+     * dbias.
      */
     JFA_MUST_USE jfa_status (*backward)(const struct jfa_plan *plan,
                                         const struct jfa_call *call,

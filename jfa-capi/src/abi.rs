@@ -513,6 +513,9 @@ pub struct jfa_api {
         unsafe extern "C" fn(plan: *const jfa_plan, call: *const jfa_call, args: *const jfa_forward_args) -> jfa_status,
 
     /// Computes dq, dk and dv, and dbias when it is not NULL. On an error nothing has been launched or written.
+    /// Every row of a key/value sequence is written, with exact zeros where no query row sees it. A batch without
+    /// sequences, or without any row on either side, writes nothing at all: neither the dq of a broadcast query nor
+    /// dbias.
     pub backward: unsafe extern "C" fn(
         plan: *const jfa_plan,
         call: *const jfa_call,

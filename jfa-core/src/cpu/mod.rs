@@ -391,7 +391,8 @@ impl BackendPlan for CpuPlan {
             // SAFETY: as above; the gradient holds `table` entries.
             unsafe {
                 let partial = |b: usize| *tables.0.cast::<f64>().add(b * table + entry);
-                *args.dbias.cast::<f32>().add(entry) = (0..bundles).map(partial).sum::<f64>() as f32;
+                // From +0.0: `sum` of no bundles, so of sequences without rows, is -0.0.
+                *args.dbias.cast::<f32>().add(entry) = (0..bundles).map(partial).fold(0.0, |a, b| a + b) as f32;
             }
         }
         if broadcast && !sequences.is_empty() {
