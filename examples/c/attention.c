@@ -2,8 +2,9 @@
  *
  * Attention over real jagged lengths from C, with nothing but jfa.h: the library is loaded at run time.
  *
+ *     cargo build --release -p jfa-capi
  *     cc -std=c11 -I include -o attention examples/c/attention.c -ldl -lm
- *     ./attention libjfa.so workloads/lengths/movielens-100k-user-history.txt 24
+ *     ./attention target/release/libjfa.so workloads/lengths/movielens-100k-user-history.txt 24
  *
  * Runs causal self-attention, forward and backward, over the first sequences of the file, and checks both: the output
  * of some rows against the formula in fp64, and the gradients against the change of a loss along a random direction.

@@ -4,7 +4,8 @@
 // values) and a few candidates (the queries), which all attend to that one history by kv_index. Grouped queries, a
 // relative bias, and all gradients. The backend is chosen by JFA_BACKEND.
 //
-//     c++ -std=c++17 -I include -o attention examples/cpp/attention.cpp -L target/release -ljfa
+//     cargo build --release -p jfa-capi
+//     c++ -std=c++17 -I include -o attention examples/cpp/attention.cpp target/release/libjfa.a -ldl -lpthread -lm
 //     JFA_BACKEND=cpu ./attention workloads/lengths/movielens-100k-user-history.txt 24
 //
 // Checks the output against the formula, and the gradients against the change of a loss along a random direction.

@@ -590,7 +590,7 @@ fn many_short_sequences_cost_their_tiles() {
     assert!(many < 4.0 * long, "{many} us against {long} us");
 }
 
-/// The host's share of a call with a schedule that exists: printed, and held to the contract's 5 microseconds, or on a machine whose
+/// The host's share of a call with a schedule that exists: printed, and held to 5 microseconds, or on a machine whose
 /// launches alone take that (a schedule is one, and nothing else) to a microsecond more than one.
 #[test]
 fn a_call_costs_the_host_little() {

@@ -17,7 +17,7 @@ pub enum Kind {
     UseBeforeCompletion,
     /// Bytes that crossed from the generic to the asynchronous proxy without a proxy fence.
     MissingProxyFence,
-    /// Two accesses to shared memory, one of them a write, that nothing orders.
+    /// Two accesses to shared or device memory, one of them a write, that nothing orders.
     Race,
     /// Registers of a matrix product touched while it runs, or written without a fence before it.
     TensorRegisters,

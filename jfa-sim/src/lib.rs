@@ -2,7 +2,7 @@
 //!
 //! It executes every thread of a kernel on the CPU and owns the memory model, so it finds what hardware hides:
 //! accesses out of bounds, reads of memory that nothing wrote, results of asynchronous copies and matrix products used
-//! too early, missing proxy fences, races in shared memory, broken barrier protocols, deadlock.
+//! too early, missing proxy fences, races in shared and device memory, broken barrier protocols, deadlock.
 //!
 //! ```
 //! use jfa_sim::{Arch, Config, LaunchConfig, Machine, Module};

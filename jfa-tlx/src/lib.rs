@@ -3,8 +3,8 @@
 //!
 //! Four generations of kernels stand side by side, so that each step of the design can be measured against the one before:
 //! `tlx:g1` to `tlx:g4` pin one, `tlx` takes for each pass the newest that supports the problem. `kernels/` has their sources,
-//! compiled by `cargo xtask kernels` into `bundles/`, one file per architecture, which this crate embeds: no Python and no
-//! compiler at run time.
+//! compiled by `cargo xtask kernels` into `bundles/`, one file per architecture and kind: machine code, which this crate embeds,
+//! and the PTX it was made from (feature `ptx`). There is no Python and no compiler at run time.
 //!
 //! Everything a launcher must know about a kernel comes from the bundle's manifest. Parameters are bound by name, passes are
 //! lists of launches, grids and conditions are tags: a new variant is a row in `kernels/kernels.toml`, not a new code path.
