@@ -31,6 +31,15 @@ fn matches(actual: &[f32], expected: &[f64], tolerance: f64) {
 }
 
 #[test]
+fn a_tensor_gives_its_elements_back() {
+    let data: Vec<f32> = (0..12).map(|i| value(0, i, 0, 0)).collect();
+    let tensor = Tensor::from_vec(data.clone(), 2, 3).unwrap();
+    assert_eq!(tensor.rows(), 2);
+    assert_eq!(tensor.slice(1..2), &data[6..]);
+    assert_eq!(tensor.into_vec(), data);
+}
+
+#[test]
 fn causal_cross_attention_with_a_dense_bias() {
     let (q_lengths, kv_lengths) = ([3, 0, 5], [4, 2, 9]);
     let dense = |capacity| Bias::Dense { dtype: DType::F32, row_align: 8, shared_by_heads: false, capacity };

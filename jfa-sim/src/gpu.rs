@@ -94,12 +94,6 @@ impl SimGpu {
         std::mem::take(&mut lock(&self.state).launches)
     }
 
-    /// Sets the seed of scheduling and asynchronous completion. Every launch adds one, so that the same call does not
-    /// always meet the same order of events.
-    pub fn set_seed(&self, seed: u64) {
-        lock(&self.state).machine.config_mut().seed = seed;
-    }
-
     fn wait(&self) -> Result<(), String> {
         match lock(&self.state).failed.take() {
             Some(e) => Err(e),
@@ -210,6 +204,7 @@ impl Gpu for SimGpu {
             .cloned()
             .ok_or_else(|| DriverError::NoKernel(format!("no kernel has the handle {}", kernel.0)))?;
         let report = s.machine.launch(&program, &name, cfg, &params).map_err(|e| refused(&name, &e))?;
+        // The same call must not always meet the same order of events.
         let config = s.machine.config_mut();
         config.seed = config.seed.wrapping_add(1);
         s.counters.add(&report.counters);

@@ -110,9 +110,6 @@ fn capabilities(name: &str, set: &KernelSet, generations: &[&str]) -> Result<(us
         generations.iter().map(|g| of_kind("forward", g)).filter(|k| !k.is_empty()).collect();
     let backwards: Vec<Vec<&KernelInfo>> =
         generations.iter().map(|g| of_kind("backward", g)).filter(|k| !k.is_empty()).collect();
-    let can = |passes: &[Vec<&KernelInfo>], feature: &str| {
-        passes.iter().any(|p| p.iter().all(|k| !k.tag("lacks").split_whitespace().any(|l| l == feature)))
-    };
     let all = || forwards.iter().flatten();
     let dtypes = DType::ALL.into_iter().filter(|d| all().any(|k| k.tag("dtype") == d.to_string())).collect();
     let mut dims: Vec<i64> = all().filter_map(|k| k.tag("head_dim").parse().ok()).collect();
@@ -125,14 +122,14 @@ fn capabilities(name: &str, set: &KernelSet, generations: &[&str]) -> Result<(us
         head_dims: dims.clone(),
         head_dims_v: dims,
         unequal_head_dims: false,
-        causal: can(&forwards, "causal"),
-        window: can(&forwards, "window"),
+        causal: true,
+        window: true,
         biases: Vec::new(),
-        gqa: can(&forwards, "gqa"),
-        kv_index: can(&forwards, "kv_index"),
-        broadcast_query: can(&forwards, "broadcast"),
+        gqa: true,
+        kv_index: true,
+        broadcast_query: true,
         backward: !backwards.is_empty(),
-        deterministic: !backwards.is_empty() && can(&backwards, "deterministic"),
+        deterministic: !backwards.is_empty(),
         zero_unused_rows: true,
         base_alignment: ALIGNMENT,
         stride_alignment: ALIGNMENT,

@@ -1,10 +1,9 @@
 //! Which kernels make a pass: chosen by the tags of the manifest, in the order of their steps.
 //!
 //! Tags of a kernel: `kind` (`forward`, `backward`), `variant` (generations, separated by spaces), `step`, `grid`, and where it
-//! is not for everything `dtype`, `head_dim`, `mask` (`full`: only for full masks, preferred there), `when` (words that must
-//! all hold: `jagged`, `broadcast`, `kv_index`, `no_kv_index`), `lacks` (features it cannot do), `grid_heads` (`q`, `kv`),
-//! `packs` (`yes`: takes several query heads in the rows of a unit) and `pairs` (`yes`: two blocks of threads share their
-//! products; taken instead of the kernel without where that pays).
+//! is not for everything `dtype`, `head_dim`, `when` (words that must all hold: `jagged`, `broadcast`, `kv_index`,
+//! `no_kv_index`), `grid_heads` (`q`, `kv`), `packs` (`yes`: takes several query heads in the rows of a unit) and `pairs` (`yes`:
+//! two blocks of threads share their products; taken instead of the kernel without where that pays).
 
 use std::collections::BTreeMap;
 
@@ -57,8 +56,6 @@ pub(crate) enum Grid {
     ORows(i64),
     /// One per this many rows of q and query head.
     QRows(i64),
-    /// One per this many rows of k and key head.
-    KvRows(i64),
     /// One per this many sequences, of the side that has more.
     Batch(i64),
     /// One per slice of the batch, block of the broadcast query and query head.
@@ -115,21 +112,6 @@ pub(crate) fn belongs(info: &KernelInfo, kind: &str, generation: &str) -> bool {
     info.tag("kind") == kind && info.tag("variant").split_whitespace().any(|v| v == generation)
 }
 
-/// What a problem asks for, in the words of `lacks`.
-fn features(problem: &Problem) -> Vec<&'static str> {
-    [
-        (matches!(problem.mask, Mask::Causal(_)), "causal"),
-        (matches!(problem.mask, Mask::Window { .. }), "window"),
-        (problem.heads_q != problem.heads_kv, "gqa"),
-        (problem.uses_kv_index, "kv_index"),
-        (matches!(problem.query, Query::Broadcast { .. }), "broadcast"),
-        (problem.deterministic, "deterministic"),
-    ]
-    .into_iter()
-    .filter_map(|(asked, word)| asked.then_some(word))
-    .collect()
-}
-
 fn holds(word: &str, problem: &Problem) -> bool {
     match word {
         "jagged" => problem.query == Query::Jagged,
@@ -174,7 +156,6 @@ fn grid_of(info: &KernelInfo) -> Result<Grid> {
         "backward_units" => Grid::BackwardUnits { query_heads: info.tag("grid_heads") == "q" },
         "q_rows" => Grid::ORows(rows()?),
         "dq_rows" => Grid::QRows(rows()?),
-        "kv_rows" => Grid::KvRows(rows()?),
         "batch" => Grid::Batch(rows()?),
         "slices" => Grid::Slices,
         "kv_units" => Grid::KvUnits(i64::from(constant(info, "key_rows")?)),
@@ -258,16 +239,11 @@ fn choose<'a>(
         let best = group
             .iter()
             .filter(|(_, k)| fits(k, "dtype", &dtype) && fits(k, "head_dim", &head_dim))
-            .filter(|(_, k)| k.tag("mask") != "full" || problem.mask == Mask::Full)
             .filter(|(_, k)| k.tag("pairs") != "yes" || takes_pairs(k, problem, pairs))
-            .max_by_key(|(_, k)| (k.tag("pairs") == "yes", k.tag("mask") == "full"));
+            .max_by_key(|(_, k)| k.tag("pairs") == "yes");
         let Some(&(index, info)) = best else {
             return Err(format!("{entry} of generation {generation} for {dtype}, head_dim {head_dim}"));
         };
-        let lacks = words(info, "lacks");
-        if let Some(feature) = features(problem).into_iter().find(|f| lacks.iter().any(|l| l == f)) {
-            return Err(format!("a {kind} of generation {generation} with {feature}"));
-        }
         out.push((index, info));
     }
     Ok(out)

@@ -222,7 +222,6 @@ impl TlxPlan {
             }
             Grid::ORows(each) => ((o_rows + each - 1) / each, p.heads_q),
             Grid::QRows(each) => ((q_rows + each - 1) / each, p.heads_q),
-            Grid::KvRows(each) => ((kv_rows + each - 1) / each, p.heads_kv),
             Grid::Batch(each) => ((p.batch.max(p.kv_batch) + each - 1) / each, 1),
             Grid::Slices => {
                 let blocks = (i64::from(self.broadcast) + BROADCAST_BLOCK - 1) / BROADCAST_BLOCK;

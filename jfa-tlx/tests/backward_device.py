@@ -17,7 +17,7 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.environ.get("DEVICE_PY", os.path.join(HERE, "../../jfa-cuda/tests")))
+sys.path.insert(0, os.path.join(HERE, "../../jfa-cuda/tests"))
 from supervise import supervise
 
 

@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-sys.path.insert(0, os.environ.get("DEVICE_PY", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../jfa-cuda/tests")))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../jfa-cuda/tests"))
 import device  # noqa: E402
 from device import Kernel, Problem, f32, i32, i64, ptr, schedule_params, tensor_map  # noqa: E402
 

@@ -324,15 +324,14 @@ fn describe(toolchain: &dyn Toolchain, job: &Job, compiled: &Compiled) -> Result
         Some(c) => bail!("cluster {declared_cluster:?} declared, {c:?} compiled in"),
         None => declared_cluster,
     };
-    let shared_dynamic =
-        match (code.constants.get(SHARED_SYMBOL), derived.map(|d| d.shared_dynamic).or(row.shared_dynamic)) {
-            (Some(&c), None) => c,
-            (Some(&c), Some(d)) if c == d => c,
-            (Some(c), Some(d)) => {
-                bail!("dynamic shared memory: {d} bytes declared, {c} in the source's {SHARED_SYMBOL}")
-            }
-            (None, d) => d.unwrap_or(0),
-        };
+    let shared_dynamic = match (code.constants.get(SHARED_SYMBOL), derived.map(|d| d.shared_dynamic)) {
+        (Some(&c), None) => c,
+        (Some(&c), Some(d)) if c == d => c,
+        (Some(c), Some(d)) => {
+            bail!("dynamic shared memory: {d} bytes declared, {c} in the source's {SHARED_SYMBOL}")
+        }
+        (None, d) => d.unwrap_or(0),
+    };
     let usage = notes.resources.get(entry).copied().unwrap_or_default();
     let Usage { mut figures, shared_static } = usage;
     figures.code_bytes = found.code_bytes;
@@ -386,7 +385,7 @@ fn describe(toolchain: &dyn Toolchain, job: &Job, compiled: &Compiled) -> Result
         shared_dynamic,
         cluster,
         cluster_compiled: found.cluster.is_some(),
-        programmatic: derived.map_or(row.programmatic, |d| d.programmatic),
+        programmatic: derived.is_some_and(|d| d.programmatic),
         promises: derived.map_or(&row.promises, |d| &d.promises).clone(),
         resources: figures,
         source_sha256: job.key.clone(),
@@ -641,8 +640,6 @@ mod tests {
             parameters: Vec::new(),
             promises: Vec::new(),
             cluster: [1, 1, 1],
-            programmatic: false,
-            shared_dynamic: None,
             allow_local: 0,
         }
     }

@@ -34,9 +34,6 @@ struct Template {
     archs: Vec<String>,
     #[serde(default)]
     axes: BTreeMap<String, Vec<String>>,
-    /// Combinations to leave out: each names values of some axes.
-    #[serde(default)]
-    except: Vec<BTreeMap<String, String>>,
     #[serde(default)]
     defines: BTreeMap<String, String>,
     /// What is added for some values of the axes, or for one architecture.
@@ -54,10 +51,6 @@ struct Template {
     promises: Vec<Promise>,
     #[serde(default = "no_cluster")]
     cluster: [u32; 3],
-    #[serde(default)]
-    programmatic: bool,
-    #[serde(default)]
-    shared_dynamic: Option<u32>,
     #[serde(default)]
     allow_local: u32,
 }
@@ -122,10 +115,6 @@ pub struct Row {
     pub promises: Vec<Promise>,
     /// Blocks of a cluster, where the launch decides.
     pub cluster: [u32; 3],
-    /// Programmatic dependent launch.
-    pub programmatic: bool,
-    /// Dynamic shared memory, where the source does not say.
-    pub shared_dynamic: Option<u32>,
     /// Accesses to local memory a work loop may have, where the compiler insists (triton).
     pub allow_local: u32,
 }
@@ -222,11 +211,6 @@ impl Family {
 
 fn expand(t: &Template, out: &mut Vec<Row>) -> Result<()> {
     ensure!(!t.archs.is_empty(), "archs is empty");
-    for e in &t.except {
-        for axis in e.keys() {
-            ensure!(t.axes.contains_key(axis), "except names '{axis}', which is no axis");
-        }
-    }
     let mut combinations = vec![BTreeMap::<&str, &str>::new()];
     for (axis, values) in &t.axes {
         ensure!(!values.is_empty(), "axis '{axis}' is empty");
@@ -250,9 +234,6 @@ fn expand(t: &Template, out: &mut Vec<Row>) -> Result<()> {
     let differ = t.cases.iter().any(|c| c.when.contains_key(ARCH));
     let archs: Vec<Vec<Arch>> = if differ { archs.into_iter().map(|a| vec![a]).collect() } else { vec![archs] };
     for (c, archs) in combinations.iter().flat_map(|c| archs.iter().map(move |a| (c, a))) {
-        if t.except.iter().any(|e| e.iter().all(|(axis, value)| c.get(axis.as_str()) == Some(&value.as_str()))) {
-            continue;
-        }
         let fill = |s: &str| fill(s, c);
         let holds = |axis: &str, value: &str| match axis {
             ARCH => archs.iter().all(|a| a.to_string() == value),
@@ -277,8 +258,6 @@ fn expand(t: &Template, out: &mut Vec<Row>) -> Result<()> {
             parameters: t.parameters.clone(),
             promises: t.promises.clone(),
             cluster: t.cluster,
-            programmatic: t.programmatic,
-            shared_dynamic: t.shared_dynamic,
             allow_local: t.allow_local,
         });
     }
@@ -318,14 +297,14 @@ mod tests {
         let family = parse(&format!(
             "{HEAD}name = 'f_{{dim}}_{{type}}'\narchs = ['sm_90a', 'sm_100a']\ndefines = {{ D = '{{dim}}' }}\n\
              axes = {{ dim = ['64', '128'], type = ['bf16', 'f16'] }}\n\
-             except = [{{ dim = '64', type = 'f16' }}]\ntags = {{ type = '{{type}}' }}\n\
+             tags = {{ type = '{{type}}' }}\n\
              parameters = [{{ name = 'q', kind = 'tensor_map', tile = {{ cols = 64, rows = 64 }} }}]\n"
         ))
         .unwrap();
         let names: Vec<_> = family.rows.iter().map(|r| r.name.as_str()).collect();
-        assert_eq!(names, ["f_64_bf16", "f_128_bf16", "f_128_f16"]);
-        assert_eq!(family.rows[2].defines["D"], "128");
-        assert_eq!(family.rows[2].tags["type"], "f16");
+        assert_eq!(names, ["f_64_bf16", "f_64_f16", "f_128_bf16", "f_128_f16"]);
+        assert_eq!(family.rows[3].defines["D"], "128");
+        assert_eq!(family.rows[3].tags["type"], "f16");
         assert_eq!(family.archs(), [Arch::SM_90A, Arch::SM_100A]);
         assert_eq!(family.rows[0].parameters[0].tile.as_ref().unwrap().heads, 1);
     }
@@ -367,7 +346,6 @@ mod tests {
             ("name = 'k'\narchs = ['hopper']\n", "'hopper'"),
             ("name = 'k'\narchs = ['sm_90a']\naxes = { x = [] }\n", "axis 'x' is empty"),
             ("name = 'k'\narchs = ['sm_90a']\naxes = { x = ['1', '2'] }\n", "two kernels are named 'k'"),
-            ("name = 'k'\narchs = ['sm_90a']\nexcept = [{ y = '1' }]\n", "except names 'y'"),
             ("name = 'k'\narchs = ['sm_90a']\ncases = [{ when = { y = '1' } }]\n", "a case names 'y'"),
             ("name = 'k'\narchs = ['sm_90a']\naxes = { arch = ['1'] }\n", "'arch' is no axis"),
             ("name = 'k'\narchs = ['sm_90a']\nthread = 3\n", "unknown field `thread`"),

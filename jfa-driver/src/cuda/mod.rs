@@ -20,7 +20,7 @@ pub use resources::{CudaStream, DeviceBytes, Event, Graph, PinnedMemory};
 
 /// Driver functions this crate calls; cudarc panics at the first use of one that is missing, so that they are looked
 /// for beforehand.
-const NEEDED: [&str; 49] = [
+const NEEDED: [&str; 47] = [
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
     "cuCtxGetId",
@@ -56,9 +56,7 @@ const NEEDED: [&str; 49] = [
     "cuMemHostAlloc",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
-    "cuMemcpyDtoDAsync_v2",
     "cuMemsetD8Async",
-    "cuMemsetD32Async",
     "cuStreamBeginCapture_v2",
     "cuStreamCreate",
     "cuStreamDestroy_v2",

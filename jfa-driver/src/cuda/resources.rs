@@ -194,34 +194,6 @@ impl DeviceBytes {
         // SAFETY: the whole buffer.
         unsafe { self.gpu.fill(stream.handle(), self.data, value, self.bytes) }
     }
-
-    /// Queues filling with a 32-bit pattern; a rest of up to three bytes stays.
-    pub fn fill_words(&self, stream: &CudaStream, value: u32) -> Result<()> {
-        if self.bytes < 4 {
-            return Ok(());
-        }
-        // SAFETY: whole words of the buffer.
-        check("cuMemsetD32Async", unsafe {
-            sys::cuMemsetD32Async(raw_address(self.data), value, self.bytes / 4, raw_stream(stream.handle()))
-        })
-    }
-
-    /// Queues a copy of as many bytes as the smaller buffer has.
-    pub fn copy_from(&self, stream: &CudaStream, other: &DeviceBytes) -> Result<()> {
-        let bytes = self.bytes.min(other.bytes);
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: both ranges lie within their buffers.
-        check("cuMemcpyDtoDAsync", unsafe {
-            sys::cuMemcpyDtoDAsync_v2(
-                raw_address(self.data),
-                raw_address(other.data),
-                bytes,
-                raw_stream(stream.handle()),
-            )
-        })
-    }
 }
 
 impl Drop for DeviceBytes {

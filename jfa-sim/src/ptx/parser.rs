@@ -1,7 +1,7 @@
 //! Recursive-descent parser over the tokens.
 
 use super::lexer::{Tok, Token, tokenize};
-use super::{Ast, Function, Operand, PtxError, RawInst, Space, Stmt, Ty, TyKind, Var};
+use super::{Ast, Function, Operand, PtxError, RawInst, Space, Stmt, Ty, Var};
 
 /// Parses a PTX module.
 ///
@@ -556,12 +556,5 @@ impl<'a> Parser<'a> {
                 self.err("expected an operand")
             }
         }
-    }
-}
-
-impl Var {
-    /// Whether this is a byte array, as opposed to a scalar.
-    pub fn is_array(&self) -> bool {
-        self.size != self.ty.bytes() || (self.ty.kind == TyKind::Bits && self.ty.bits == 8)
     }
 }
