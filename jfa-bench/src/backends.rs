@@ -38,9 +38,9 @@ pub fn simulator(
 
     let unknown = || {
         jfa_core::Error::invalid(
-            "variant",
-            name,
-            "a simulated backend is sim:BACKEND:ARCH[:VARIANT], cuda or tlx and sm_90a or sm_100a",
+            "backend",
+            if name.is_empty() { "sim".to_owned() } else { format!("sim:{name}") },
+            "must be sim:BACKEND:ARCH[:VARIANT], with cuda or tlx and sm_90a or sm_100a",
         )
     };
     let mut parts = name.splitn(3, ':');

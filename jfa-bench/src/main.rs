@@ -7,7 +7,7 @@ use jfa_bench::{ab, check, info, run};
 
 /// Attention over jagged tensors: what is there, how fast it is, and whether it keeps the contract.
 ///
-/// The environment chooses as for the library: JFA_BACKEND, JFA_BACKEND_PATH, JFA_BACKEND_DISABLE, JFA_LOG.
+/// The environment chooses as for the library: JFA_BACKEND, JFA_BACKEND_PATH, JFA_BACKEND_DISABLE, JFA_LOG, JFA_VALIDATE.
 #[derive(Parser)]
 #[command(name = "jfa-bench", version)]
 struct Cli {

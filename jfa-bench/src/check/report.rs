@@ -17,7 +17,7 @@ pub fn line(case: &Finished, quiet: bool) {
         Outcome::Skipped(reason) if !quiet => println!("skip  {}  {reason}", case.name),
         Outcome::Passed(_) | Outcome::Skipped(_) => {}
         Outcome::Failed(findings) => {
-            println!("FAIL  {}  (section {} of the contract)", case.name, case.section);
+            println!("FAIL  {}  (contract, section {}: docs/conformance.md)", case.name, case.section);
             for finding in findings {
                 println!("      {finding}");
             }
@@ -106,7 +106,7 @@ pub fn junit(context: &Context, cases: &[Finished]) -> String {
             Outcome::Skipped(reason) => writeln!(xml, "{open}><skipped message=\"{}\"/></testcase>", escape(reason)),
             Outcome::Failed(findings) => writeln!(
                 xml,
-                "{open}><failure message=\"{}\">section {} of the contract\n{}</failure></testcase>",
+                "{open}><failure message=\"{}\">contract, section {}: docs/conformance.md\n{}</failure></testcase>",
                 escape(&findings[0]),
                 case.section,
                 escape(&findings.join("\n"))
