@@ -80,7 +80,6 @@ impl FromStr for LogLevel {
 #[derive(Clone, Debug, Default)]
 pub struct Environment {
     values: BTreeMap<String, OsString>,
-    ignored: bool,
 }
 
 impl Environment {
@@ -92,14 +91,13 @@ impl Environment {
     /// whose caller must not choose which code is loaded. Logs [`Environment::warnings`], each once per process.
     pub fn from_process() -> Self {
         if secure_execution() {
-            return Environment { values: BTreeMap::new(), ignored: true };
+            return Environment::default();
         }
         // `vars_os`: `vars` panics when any variable of the process, ours or not, is not Unicode.
         let environment = Environment {
             values: std::env::vars_os()
                 .filter_map(|(k, v)| Some((k.into_string().ok().filter(|k| k.starts_with("JFA_"))?, v)))
                 .collect(),
-            ignored: false,
         };
         for warning in environment.warnings() {
             warn_once(&warning);
@@ -109,7 +107,7 @@ impl Environment {
 
     /// Given pairs, for tests and embedders.
     pub fn from_pairs<K: Into<String>, V: Into<OsString>>(pairs: impl IntoIterator<Item = (K, V)>) -> Self {
-        Environment { values: pairs.into_iter().map(|(k, v)| (k.into(), v.into())).collect(), ignored: false }
+        Environment { values: pairs.into_iter().map(|(k, v)| (k.into(), v.into())).collect() }
     }
 
     /// One variable; `None` when unset, empty or not Unicode (see [`Environment::get_os`]).
@@ -120,11 +118,6 @@ impl Environment {
     /// One variable; `None` when unset or empty.
     pub fn get_os(&self, name: &str) -> Option<&OsStr> {
         self.values.get(name).map(OsString::as_os_str).filter(|v| !v.is_empty())
-    }
-
-    /// Whether the variables were ignored because the process runs with raised privileges.
-    pub const fn is_ignored(&self) -> bool {
-        self.ignored
     }
 
     /// `JFA_BACKEND`, where it names a backend: `None` for `auto`.
