@@ -407,11 +407,11 @@ enum jfa_log_level
      */
     JFA_LOG_INFO = 3,
     /**
-     * Steps of the choice.
+     * Steps of the choice, candidate by candidate, and every plan, or why there is none.
      */
     JFA_LOG_DEBUG = 4,
     /**
-     * Single calls.
+     * Every build_schedule, forward and backward, with its error if it fails.
      */
     JFA_LOG_TRACE = 5,
 };

@@ -57,7 +57,7 @@ pub(crate) use {entry_points, required};
 #[inline]
 pub(crate) fn guard(name: &str, body: impl FnOnce() -> Result<()>) -> jfa_status {
     // Unwind safety: after a panic the caller gets an error, and what the body could have left half-done are the
-    // outputs of that call; handles are only read, or guarded by their own locks.
+    // outputs of that call; handles are only read, but for texts, which are there whole or not at all.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => jfa_status::JFA_OK,
         Ok(Err(failure)) => {

@@ -2,24 +2,26 @@
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::mem::size_of;
-use std::sync::OnceLock;
 
 use jfa_core::registry::{Request, Selection, Skipped};
 use jfa_core::{Buffer, DataPtr, Error, Plan, Requirements, Stream};
 
+use once_cell::race::OnceBox;
+
 use crate::abi::*;
-use crate::boundary::{entry_points, read, required, write};
+use crate::boundary::{Result, entry_points, read, required, write};
 use crate::convert;
 use crate::logging::{self, Sink};
 use crate::report;
 use crate::status::{self, Failure, c_text};
 
-/// What a `jfa_context` holds.
+/// What a `jfa_context` holds. Texts are made when they are asked for, by whoever comes first: nobody waits for another
+/// thread's, which in a process made by fork is never finished.
 pub(crate) struct Context {
     selection: Selection,
     log: Option<Sink>,
-    text: OnceLock<CString>,
-    json: OnceLock<CString>,
+    text: OnceBox<CString>,
+    json: OnceBox<CString>,
 }
 
 /// What a `jfa_plan` holds.
@@ -28,8 +30,16 @@ pub(crate) struct PlanHandle {
     skipped: Vec<Skipped>,
     backend: CString,
     log: Option<Sink>,
-    text: OnceLock<CString>,
-    json: OnceLock<CString>,
+    text: OnceBox<CString>,
+    json: OnceBox<CString>,
+}
+
+impl PlanHandle {
+    /// What a call was given, or why it cannot be taken, logged.
+    #[inline]
+    fn taken<T>(&self, call: &str, given: Result<T>) -> Result<T> {
+        given.inspect_err(|failure| logging::refused(call, &self.backend, failure))
+    }
 }
 
 /// Handles are used by many threads at once.
@@ -95,7 +105,7 @@ entry_points! {
         let request = Request { backend, memory_space };
         let (log, environment) = logging::start(options.log, options.log_data, options.log_level)?;
         let selection = logging::scoped(log, || crate::registry().select(&request, &environment))?;
-        let inner = Context { selection, log, text: OnceLock::new(), json: OnceLock::new() };
+        let inner = Context { selection, log, text: OnceBox::new(), json: OnceBox::new() };
         // SAFETY: `out` was checked above.
         unsafe { out.write(Box::into_raw(Box::new(jfa_context { inner }))) };
         Ok(())
@@ -114,9 +124,9 @@ entry_points! {
         let context = handle!(context);
         let out = cleared_text!(text);
         let report = if convert::REPORT.get(format, "format")? {
-            context.json.get_or_init(|| c_text(&report::selection_json(&context.selection).to_string()))
+            context.json.get_or_init(|| Box::new(c_text(&report::selection_json(&context.selection).to_string())))
         } else {
-            context.text.get_or_init(|| c_text(&report::selection_text(&context.selection)))
+            context.text.get_or_init(|| Box::new(c_text(&report::selection_text(&context.selection))))
         };
         // SAFETY: `out` was checked above.
         unsafe { out.write(report.as_ptr()) };
@@ -126,16 +136,19 @@ entry_points! {
     fn plan_create(context: *const jfa_context, problem: *const jfa_problem, plan: *mut *mut jfa_plan) {
         let out = cleared!(plan);
         let context = handle!(context);
-        // SAFETY: the caller's struct is as long as it says.
-        let problem = unsafe { convert::problem(problem) }?;
-        let plan = logging::scoped(context.log, || context.selection.plan(&problem))?;
+        let plan = logging::scoped(context.log, || -> Result<Plan> {
+            // SAFETY: the caller's struct is as long as it says.
+            let problem = unsafe { convert::problem(problem) }
+                .inspect_err(|failure| tracing::debug!(target: "jfa", error = %failure, "no plan"))?;
+            Ok(context.selection.plan(&problem)?)
+        })?;
         let inner = PlanHandle {
             skipped: report::passed_over(&context.selection, &plan),
             backend: c_text(plan.backend().name()),
             plan,
             log: context.log,
-            text: OnceLock::new(),
-            json: OnceLock::new(),
+            text: OnceBox::new(),
+            json: OnceBox::new(),
         };
         // SAFETY: `out` was checked above.
         unsafe { out.write(Box::into_raw(Box::new(jfa_plan { inner }))) };
@@ -182,9 +195,9 @@ entry_points! {
         let plan = handle!(plan);
         let out = cleared_text!(text);
         let report = if convert::REPORT.get(format, "format")? {
-            plan.json.get_or_init(|| c_text(&report::plan_json(&plan.plan, &plan.skipped).to_string()))
+            plan.json.get_or_init(|| Box::new(c_text(&report::plan_json(&plan.plan, &plan.skipped).to_string())))
         } else {
-            plan.text.get_or_init(|| c_text(&report::plan_text(&plan.plan, &plan.skipped)))
+            plan.text.get_or_init(|| Box::new(c_text(&report::plan_text(&plan.plan, &plan.skipped))))
         };
         // SAFETY: `out` was checked above.
         unsafe { out.write(report.as_ptr()) };
@@ -199,38 +212,39 @@ entry_points! {
         stream: *mut c_void,
     ) {
         let plan = handle!(plan);
-        // SAFETY: the caller's struct is as long as it says.
-        let layout = unsafe { convert::layout(layout) }?;
         let schedule = Buffer { data: DataPtr::new(schedule), bytes: schedule_bytes };
         logging::scoped(plan.log, || {
+            // SAFETY: the caller's struct is as long as it says.
+            let layout = plan.taken("build_schedule", unsafe { convert::layout(layout) })?;
             // SAFETY: the header's contract is that of `Plan::build_schedule`.
-            unsafe { plan.plan.build_schedule(&layout, schedule, Stream::from_raw(stream)) }
-        })?;
-        Ok(())
+            Ok(unsafe { plan.plan.build_schedule(&layout, schedule, Stream::from_raw(stream)) }?)
+        })
     }
 
     fn forward(plan: *const jfa_plan, call: *const jfa_call, args: *const jfa_forward_args) {
         let plan = handle!(plan);
-        // SAFETY: the caller's structs are as long as they say.
-        let ((call, layout), args) = unsafe { (convert::call(call)?, convert::forward_args(args)?) };
-        let call = convert::core_call(&call, &layout);
         logging::scoped(plan.log, || {
+            // SAFETY: the caller's structs are as long as they say.
+            let (call, layout) = plan.taken("forward", unsafe { convert::call(call) })?;
+            // SAFETY: as above.
+            let args = plan.taken("forward", unsafe { convert::forward_args(args) })?;
+            let call = convert::core_call(&call, &layout);
             // SAFETY: the header's contract is that of `Plan::forward`.
-            unsafe { plan.plan.forward(&call, &args) }
-        })?;
-        Ok(())
+            Ok(unsafe { plan.plan.forward(&call, &args) }?)
+        })
     }
 
     fn backward(plan: *const jfa_plan, call: *const jfa_call, args: *const jfa_backward_args) {
         let plan = handle!(plan);
-        // SAFETY: the caller's structs are as long as they say.
-        let ((call, layout), args) = unsafe { (convert::call(call)?, convert::backward_args(args)?) };
-        let call = convert::core_call(&call, &layout);
         logging::scoped(plan.log, || {
+            // SAFETY: the caller's structs are as long as they say.
+            let (call, layout) = plan.taken("backward", unsafe { convert::call(call) })?;
+            // SAFETY: as above.
+            let args = plan.taken("backward", unsafe { convert::backward_args(args) })?;
+            let call = convert::core_call(&call, &layout);
             // SAFETY: the header's contract is that of `Plan::backward`.
-            unsafe { plan.plan.backward(&call, &args) }
-        })?;
-        Ok(())
+            Ok(unsafe { plan.plan.backward(&call, &args) }?)
+        })
     }
 }
 

@@ -1,17 +1,15 @@
 //! Messages of the C library: to the callback of the context whose call is running on this thread, else to standard
 //! error.
 
-use std::cell::{Cell, RefCell};
-use std::ffi::c_void;
-use std::io::Write;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::cell::Cell;
+use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use jfa_core::registry::{Environment, LogLevel};
 
 use crate::abi::{jfa_log_fn, jfa_log_level};
 use crate::boundary::Result;
-use crate::status::c_text;
+use crate::status::{Failure, c_text};
 
 /// A context's callback.
 #[derive(Clone, Copy)]
@@ -28,15 +26,13 @@ unsafe impl Sync for Sink {}
 
 thread_local! {
     static CURRENT: Cell<Option<Sink>> = const { Cell::new(None) };
-    /// Messages about the environment, held until the environment has said how much is logged.
-    static HELD: RefCell<Option<Vec<(LogLevel, String)>>> = const { RefCell::new(None) };
 }
 
 /// `JFA_LOG` as last read, for what goes to standard error.
 static STDERR: AtomicU8 = AtomicU8::new(LogLevel::Warn as u8);
 
-/// The highest level any context asked for; `None` before the first.
-static HIGHEST: Mutex<Option<LogLevel>> = Mutex::new(None);
+/// Whether the library has tried to receive messages: once, since in a program with a `tracing` subscriber it cannot.
+static TRIED: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn c_level(level: LogLevel) -> i32 {
     (match level {
@@ -63,23 +59,17 @@ pub(crate) fn core_level(value: i32) -> Result<Option<LogLevel>> {
 /// it too. In a program that has a `tracing` subscriber of its own, messages go there instead.
 pub(crate) fn start(log: jfa_log_fn, data: *mut c_void, level: i32) -> Result<(Option<Sink>, Environment)> {
     let asked = core_level(level)?;
-    let mut highest = HIGHEST.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    if highest.is_none() {
-        jfa_core::log::install(LogLevel::Warn, Box::new(deliver));
+    // Contexts made at once may all try; one succeeds, and nobody goes on before it has.
+    if !TRIED.load(Ordering::Acquire) {
+        jfa_core::log::install_filtered(LogLevel::Error, wanted, Box::new(deliver));
+        TRIED.store(true, Ordering::Release);
     }
-    let sink = |level| log.map(|function| Sink { function, data, level });
-    HELD.replace(Some(Vec::new()));
-    let environment = Environment::from_process();
-    let held = HELD.take().unwrap_or_default();
+    let environment = Environment::from_process_silently();
     let from_environment = environment.log_level();
     STDERR.store(from_environment as u8, Ordering::Relaxed);
-    let sink = sink(asked.unwrap_or(from_environment));
-    let wanted = sink.map_or(from_environment, |s| s.level.max(from_environment));
-    if highest.is_none_or(|h| h < wanted) {
-        *highest = Some(wanted);
-        jfa_core::log::set_level(wanted);
-    }
-    scoped(sink, || held.iter().for_each(|(level, message)| deliver(*level, message)));
+    let sink = log.map(|function| Sink { function, data, level: asked.unwrap_or(from_environment) });
+    jfa_core::log::raise_level(sink.map_or(from_environment, |s| s.level.max(from_environment)));
+    scoped(sink, || environment.warn());
     Ok((sink, environment))
 }
 
@@ -99,24 +89,29 @@ pub(crate) fn scoped<R>(sink: Option<Sink>, body: impl FnOnce() -> R) -> R {
     body()
 }
 
+/// The sink of this thread's call; `None` is standard error.
+fn current() -> Option<Sink> {
+    CURRENT.try_with(Cell::get).ok().flatten()
+}
+
+fn wanted(level: LogLevel) -> bool {
+    current().map_or_else(|| level as u8 <= STDERR.load(Ordering::Relaxed), |sink| level <= sink.level)
+}
+
 fn deliver(level: LogLevel, message: &str) {
-    let held = HELD.try_with(|held| {
-        held.borrow_mut().as_mut().map(|messages| messages.push((level, message.to_owned()))).is_some()
-    });
-    if held == Ok(true) {
-        return;
-    }
-    match CURRENT.try_with(Cell::get).ok().flatten() {
-        Some(sink) if level <= sink.level => {
+    match current() {
+        Some(sink) => {
             let text = c_text(message);
             // SAFETY: the header's contract for the callback; the text outlives the call.
             unsafe { (sink.function)(sink.data, c_level(level), text.as_ptr()) };
         }
-        Some(_) => {}
-        None if level as u8 <= STDERR.load(Ordering::Relaxed) => {
-            // A closed standard error is no reason to fail.
-            let _ = writeln!(std::io::stderr().lock(), "jfa {level}: {message}");
-        }
-        None => {}
+        None => jfa_core::log::write_stderr(level, message),
     }
+}
+
+/// Logs a call that failed before the core, which logs its own failures, saw it.
+#[cold]
+pub(crate) fn refused(call: &str, backend: &CStr, failure: &Failure) {
+    let backend = backend.to_string_lossy();
+    tracing::trace!(target: "jfa", %backend, error = %failure, "{call} failed");
 }

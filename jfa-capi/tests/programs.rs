@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{SANITIZE, library, program, root, scratch, succeed};
@@ -45,6 +45,14 @@ fn schedules_of_other_batches_and_forked_processes() {
     // Without optimisation a library of Rust takes more of a stack, as do programs with sanitizers.
     let stack = if cfg!(debug_assertions) { "-DSTACK=1048576" } else { "-DSTACK=65536" };
     run(&mut Command::new(build("misuse.c", "misuse", &["-O2", "-pthread", stack])));
+}
+
+/// Locks of the library that another thread of the parent held are free in a child; also what it writes messages with.
+#[test]
+fn forks_amid_other_threads_find_nothing_locked() {
+    let program = build("forks.c", "forks", &["-O2", "-pthread"]);
+    run(Command::new(&program).env("JFA_LOG", "error"));
+    run(Command::new(&program).env("JFA_LOG", "debug"));
 }
 
 #[test]
@@ -100,16 +108,35 @@ fn dlpack_tensors_of_numpy_become_views() {
     run(Command::new(python).arg(source("dlpack_numpy.py")).arg(shim));
 }
 
+/// A program in an environment without variables of the library, whatever the tests run in.
+fn without_variables(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("JFA_")) {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// At debug the steps of a choice and every plan, at trace every call, good or bad, to the log of the context in question.
+#[test]
+fn every_level_has_its_messages() {
+    let program = build("messages.c", "messages", &[]);
+    run(&mut without_variables(&program));
+    run(&mut without_variables(&build("messages.c", "messages-sanitized", SANITIZE)));
+}
+
+#[test]
+fn a_warning_that_nobody_received_is_still_given() {
+    let program = build("messages.c", "warnings", &[]);
+    run(without_variables(&program).env("JFA_BANANA", "1"));
+}
+
 /// Messages: the choice at info, an unknown variable once however many contexts there are, nothing otherwise.
 #[test]
 fn messages_go_where_the_environment_says() {
     let program = build("errors.c", "logging", &[]);
     let said = |level: &str| {
-        let mut command = Command::new(&program);
-        // Nothing of the environment this test runs in may be among what is counted below.
-        for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("JFA_")) {
-            command.env_remove(name);
-        }
+        let mut command = without_variables(&program);
         command.env("JFA_LOG", level).env("JFA_BANANA", "1");
         let output = command.output().unwrap();
         assert!(output.status.success());

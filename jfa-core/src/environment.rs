@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Mutex;
+
+use crate::fork::Shared;
 
 /// How much is logged: `JFA_LOG`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -16,9 +17,9 @@ pub enum LogLevel {
     Warn,
     /// Choices: the backend, and why others were skipped.
     Info,
-    /// Details of plans.
+    /// The steps of a choice, candidate by candidate, and every plan: kernels and memory, or why there is none.
     Debug,
-    /// Every call.
+    /// Every `build_schedule`, `forward` and `backward`, with its error if it fails.
     Trace,
 }
 
@@ -88,21 +89,35 @@ impl Environment {
         ["JFA_BACKEND", "JFA_BACKEND_PATH", "JFA_BACKEND_DISABLE", "JFA_LOG", "JFA_VALIDATE"];
 
     /// The process environment; empty in set-uid processes (and wherever else the system asks for secure execution),
-    /// whose caller must not choose which code is loaded. Logs [`Environment::warnings`], each once per process.
+    /// whose caller must not choose which code is loaded. Logs what [`Environment::warn`] logs.
     pub fn from_process() -> Self {
+        let environment = Self::from_process_silently();
+        environment.warn();
+        environment
+    }
+
+    /// [`Environment::from_process`] without a word, for callers that learn here where messages go.
+    pub fn from_process_silently() -> Self {
         if secure_execution() {
             return Environment::default();
         }
         // `vars_os`: `vars` panics when any variable of the process, ours or not, is not Unicode.
-        let environment = Environment {
-            values: std::env::vars_os()
-                .filter_map(|(k, v)| Some((k.into_string().ok().filter(|k| k.starts_with("JFA_"))?, v)))
-                .collect(),
-        };
-        for warning in environment.warnings() {
-            warn_once(&warning);
+        let values = std::env::vars_os()
+            .filter_map(|(k, v)| Some((k.into_string().ok().filter(|k| k.starts_with("JFA_"))?, v)))
+            .collect();
+        Environment { values }
+    }
+
+    /// Logs [`Environment::warnings`], each once per process. One that nobody receives, since nobody listens here or only
+    /// to worse, does not count.
+    pub fn warn(&self) {
+        static LOGGED: Shared<BTreeSet<String>> = Shared::new(BTreeSet::new());
+        for warning in self.warnings() {
+            // The lock is given back before the message goes out: its receiver may do anything.
+            if tracing::enabled!(target: "jfa", tracing::Level::WARN) && LOGGED.with(|l| l.insert(warning.clone())) {
+                tracing::warn!(target: "jfa", "{warning}");
+            }
         }
-        environment
     }
 
     /// Given pairs, for tests and embedders.
@@ -190,13 +205,4 @@ fn secure_execution() -> bool {
 #[cfg(not(unix))]
 fn secure_execution() -> bool {
     false
-}
-
-/// Logs a warning unless the same one has been logged by this process before.
-fn warn_once(message: &str) {
-    static SEEN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    let mut seen = SEEN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    if seen.insert(message.to_owned()) {
-        tracing::warn!(target: "jfa", "{message}");
-    }
 }

@@ -19,6 +19,7 @@ pub mod cpu;
 pub mod dtype;
 mod environment;
 pub mod error;
+mod fork;
 pub mod host;
 pub mod layout;
 pub mod log;

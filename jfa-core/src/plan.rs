@@ -3,6 +3,8 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
+use tracing::level_filters::LevelFilter;
+
 use crate::check::{Checker, Work};
 use crate::{
     AttentionBackend, BackendPlan, DataPtr, Error, Layout, LseView, MemorySpace, Problem, Requirements, Result,
@@ -113,6 +115,22 @@ impl Plan {
     /// # Errors
     /// Those of [`Problem::validate`]; [`Error::Unsupported`] with what the backend lacks; the backend's own.
     pub fn new(backend: Arc<dyn AttentionBackend>, problem: &Problem) -> Result<Self> {
+        let name = backend.name().to_owned();
+        let plan = Self::make(backend, problem);
+        match &plan {
+            Ok(plan) => {
+                let Requirements { schedule_bytes, forward_bytes, backward_bytes } = plan.requirements();
+                tracing::debug!(
+                    target: "jfa", backend = %name, %problem, description = %plan.describe(), schedule_bytes, forward_bytes,
+                    backward_bytes, "plan made"
+                );
+            }
+            Err(error) => tracing::debug!(target: "jfa", backend = %name, %problem, %error, "no plan"),
+        }
+        plan
+    }
+
+    fn make(backend: Arc<dyn AttentionBackend>, problem: &Problem) -> Result<Self> {
         problem.validate()?;
         let capabilities = backend.capabilities();
         let lacks = capabilities.lacks(problem);
@@ -165,15 +183,10 @@ impl Plan {
     /// size, both in the backend's memory space and alive until the stream has passed this call.
     #[inline]
     pub unsafe fn build_schedule(&self, layout: &Layout, schedule: Buffer, stream: Stream) -> Result<()> {
-        let Inner { check, plan, .. } = &*self.inner;
-        if check.is_idle(layout) {
-            return Ok(());
-        }
         // SAFETY: the caller's promise.
-        unsafe {
-            check.schedule(layout, schedule)?;
-            plan.build_schedule(layout, schedule, stream)
-        }
+        let result = unsafe { self.inner.build_schedule(layout, schedule, stream) };
+        self.inner.trace("build_schedule", layout, &result);
+        result
     }
 
     /// Computes `o` and `lse`.
@@ -192,18 +205,10 @@ impl Plan {
     /// passed this call; outputs overlap nothing else; the layout is the one the schedule was built from.
     #[inline]
     pub unsafe fn forward(&self, call: &Call, args: &ForwardArgs) -> Result<()> {
-        let Inner { check, plan, .. } = &*self.inner;
-        if check.is_idle(call.layout) {
-            return Ok(());
-        }
-        let mut args = *args;
         // SAFETY: the caller's promise.
-        unsafe {
-            match check.forward(call, &mut args)? {
-                Work::None => Ok(()),
-                Work::Some => plan.forward(call, &args),
-            }
-        }
+        let result = unsafe { self.inner.forward(call, args) };
+        self.inner.trace("forward", call.layout, &result);
+        result
     }
 
     /// Computes `dq`, `dk`, `dv`, and `dbias` when it is not null.
@@ -219,7 +224,46 @@ impl Plan {
     /// As for [`Plan::forward`]; `o` and `lse` come from a forward with the same inputs.
     #[inline]
     pub unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {
-        let Inner { check, plan, .. } = &*self.inner;
+        // SAFETY: the caller's promise.
+        let result = unsafe { self.inner.backward(call, args) };
+        self.inner.trace("backward", call.layout, &result);
+        result
+    }
+}
+
+impl Inner {
+    #[inline]
+    unsafe fn build_schedule(&self, layout: &Layout, schedule: Buffer, stream: Stream) -> Result<()> {
+        let Inner { check, plan, .. } = self;
+        if check.is_idle(layout) {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            check.schedule(layout, schedule)?;
+            plan.build_schedule(layout, schedule, stream)
+        }
+    }
+
+    #[inline]
+    unsafe fn forward(&self, call: &Call, args: &ForwardArgs) -> Result<()> {
+        let Inner { check, plan, .. } = self;
+        if check.is_idle(call.layout) {
+            return Ok(());
+        }
+        let mut args = *args;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match check.forward(call, &mut args)? {
+                Work::None => Ok(()),
+                Work::Some => plan.forward(call, &args),
+            }
+        }
+    }
+
+    #[inline]
+    unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {
+        let Inner { check, plan, .. } = self;
         if !check.has_backward {
             return Err(check.no_backward());
         }
@@ -233,6 +277,23 @@ impl Plan {
                 Work::None => Ok(()),
                 Work::Some => plan.backward(call, &args),
             }
+        }
+    }
+
+    /// One message for a call that has returned, if anybody follows single calls.
+    #[inline]
+    fn trace(&self, call: &str, layout: &Layout, result: &Result<()>) {
+        if LevelFilter::current() >= LevelFilter::TRACE {
+            self.write_trace(call, layout, result);
+        }
+    }
+
+    #[cold]
+    fn write_trace(&self, call: &str, layout: &Layout, result: &Result<()>) {
+        let (backend, batch, kv_batch) = (self.backend.name(), layout.batch, layout.kv_batch);
+        match result {
+            Ok(()) => tracing::trace!(target: "jfa", backend = %backend, batch, kv_batch, "{call}"),
+            Err(error) => tracing::trace!(target: "jfa", backend = %backend, batch, kv_batch, %error, "{call} failed"),
         }
     }
 }

@@ -64,14 +64,29 @@ impl Selection {
     /// # Errors
     /// Those of [`Problem::validate`] and [`Plan::new`]; [`Error::Unsupported`] when no candidate fits.
     pub fn plan(&self, problem: &Problem) -> Result<Plan> {
+        match self.candidate_for(problem) {
+            Ok(backend) => Plan::new(backend.clone(), problem),
+            Err(error) => {
+                tracing::debug!(target: "jfa", %problem, %error, "no plan");
+                Err(error)
+            }
+        }
+    }
+
+    /// The first candidate that supports the problem.
+    fn candidate_for(&self, problem: &Problem) -> Result<&Arc<dyn AttentionBackend>> {
         problem.validate()?;
         let mut lacks = Vec::new();
         for backend in &self.candidates {
             let missing = backend.capabilities().lacks(problem);
+            let name = backend.name();
             if missing.is_empty() {
-                return Plan::new(backend.clone(), problem);
+                tracing::debug!(target: "jfa", backend = %name, "candidate supports the problem");
+                return Ok(backend);
             }
-            lacks.push(format!("'{}' lacks {}", backend.name(), missing.join(", ")));
+            let missing = missing.join(", ");
+            tracing::debug!(target: "jfa", backend = %name, lacks = %missing, "candidate passed over");
+            lacks.push(format!("'{name}' lacks {missing}"));
         }
         lacks.extend(self.skipped.iter().map(|s| format!("'{}' was skipped: {}", s.name, s.reason)));
         Err(Error::Unsupported { asked: problem.to_string(), lacks: lacks.join("; ") })
@@ -167,7 +182,7 @@ impl Registry {
     }
 
     /// Chooses by `request`, then by `environment`; the rules stand at the top of this module. The choice is logged
-    /// at `info`.
+    /// at `info`, what else could have been chosen, or why nothing was, at `debug`.
     ///
     /// # Errors
     /// [`Error::UnknownBackend`] with every name there is; [`Error::Unavailable`] or the backend's own reason when the
@@ -181,11 +196,16 @@ impl Registry {
             None => environment.backend().map(|name| (name, "JFA_BACKEND")),
         };
         let selection = match named {
-            Some((name, variable)) => self.select_named(&name, variable, request, environment)?,
-            None => self.select_auto(request, environment)?,
-        };
+            Some((name, variable)) => self.select_named(&name, variable, request, environment),
+            None => self.select_auto(request, environment),
+        }
+        .inspect_err(|error| tracing::debug!(target: "jfa", %error, "no backend chosen"))?;
         for s in &selection.skipped {
             tracing::info!(target: "jfa", backend = %s.name, reason = %s.reason, "backend skipped");
+        }
+        for (place, candidate) in selection.candidates.iter().enumerate() {
+            let (name, description) = (candidate.name(), candidate.description());
+            tracing::debug!(target: "jfa", backend = %name, place = place + 1, %description, "candidate");
         }
         let chosen = &selection.candidates[0];
         tracing::info!(

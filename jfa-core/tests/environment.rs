@@ -13,6 +13,8 @@ fn child() {
     if std::env::var_os("CORE_TEST_CHILD").is_none() {
         return;
     }
+    // Nobody listens yet: what is wrong is still to be said.
+    Environment::from_process();
     let lines = Arc::new(Mutex::new(Vec::new()));
     let sink = lines.clone();
     let installed = log::install(

@@ -90,7 +90,7 @@ void handles() {
     options.log_level = JFA_LOG_INFO;
     std::vector<std::string> messages;
     options.log = [&](jfa_log_level level, const char *text) {
-        EXPECT(level <= JFA_LOG_INFO);
+        EXPECT(level <= JFA_LOG_TRACE);
         messages.emplace_back(text);
     };
     const auto all_that_is_left = [&] {
@@ -106,6 +106,7 @@ void handles() {
     o[31] = 0;
     lone.forward({in, in, in, jfa::tensor(o, 1, 8), jfa::lse(lse, 1)});
     EXPECT(std::fabs(o[31] - 0.5F) < 1e-6F);
+    EXPECT(messages.back().find("forward ") == 0 && messages.back().find("backend=cpu") != std::string::npos);
 }
 
 void dlpack() {

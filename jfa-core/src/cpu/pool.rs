@@ -1,7 +1,9 @@
 //! Threads: made on first use, shared by every plan with the same number.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
+
+use crate::fork::Shared;
 
 /// `threads` workers, of which the calling thread is one.
 pub(super) struct Pool {
@@ -37,16 +39,17 @@ impl Drop for Pool {
 impl Pool {
     /// The pool of that many threads. It lives as long as someone holds it.
     pub(super) fn shared(threads: usize) -> Arc<Self> {
-        static POOLS: Mutex<Vec<Weak<Pool>>> = Mutex::new(Vec::new());
+        static POOLS: Shared<Vec<(usize, Weak<Pool>)>> = Shared::new(Vec::new());
         let threads = threads.max(1);
-        let mut pools = POOLS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        pools.retain(|p| p.strong_count() > 0);
-        if let Some(pool) = pools.iter().filter_map(Weak::upgrade).find(|p| p.threads == threads) {
-            return pool;
-        }
-        let pool = Arc::new(Pool { threads, helpers: AtomicPtr::default() });
-        pools.push(Arc::downgrade(&pool));
-        pool
+        POOLS.with(|pools| {
+            pools.retain(|(_, p)| p.strong_count() > 0);
+            if let Some(pool) = pools.iter().filter(|(n, _)| *n == threads).find_map(|(_, p)| p.upgrade()) {
+                return pool;
+            }
+            let pool = Arc::new(Pool { threads, helpers: AtomicPtr::default() });
+            pools.push((threads, Arc::downgrade(&pool)));
+            pool
+        })
     }
 
     pub(super) fn threads(&self) -> usize {
@@ -100,12 +103,27 @@ impl Pool {
     }
 
     fn make(&self) -> Option<rayon::ThreadPool> {
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(self.threads - 1)
-            .thread_name(|i| format!("jfa-cpu-{}", i + 1))
-            .build();
+        /// Whether workers of this process have been at rayon's queues, which make state of the process when they are first
+        /// used: a child must not find that half done.
+        static USED: Shared<bool> = Shared::new(false);
+        let pool = USED.with(|used| {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(self.threads - 1)
+                .thread_name(|i| format!("jfa-cpu-{}", i + 1))
+                .build()?;
+            if !*used {
+                // Waited for on a thread of its own: a worker of the caller's own rayon pool would do the caller's other
+                // work meanwhile, and that could come here again.
+                let all = std::thread::scope(|scope| {
+                    let thread = std::thread::Builder::new().spawn_scoped(scope, || pool.broadcast(|_| ()));
+                    thread.is_ok_and(|thread| thread.join().is_ok())
+                });
+                *used = all;
+            }
+            Ok::<_, rayon::ThreadPoolBuildError>(pool)
+        });
         pool.inspect_err(|error| {
-            tracing::warn!(%error, "no threads for the cpu backend; it works on the calling thread alone");
+            tracing::warn!(target: "jfa", %error, "no threads for the cpu backend; it works on the calling thread alone");
         })
         .ok()
     }
