@@ -34,7 +34,9 @@
  *
  * Ownership. The caller owns all memory: tensors, schedule, workspace. A call allocates no device memory, does not
  * synchronise and does not change the current device. Handles belong to the caller, who releases each once; a plan may
- * outlive its context. Texts belong to the handle or thread named at each function.
+ * outlive its context. Texts belong to the handle or thread named at each function. No output of a call may overlap
+ * another tensor of it; inputs may overlap each other. Where the host has no memory left for handles and texts, the
+ * process ends.
  *
  * Threads. A context or a plan may be used by many threads at once; only its release must come last. Each running call
  * needs its own workspace; a schedule may be shared. A process made by fork may go on with handles of host memory.
@@ -42,10 +44,11 @@
  * Errors. Every function of the table returns a jfa_status; JFA_OK is 0. On failure jfa_last_error() gives a text that
  * names the argument and its value, for the calling thread. A forward or backward that fails has written nothing.
  *
- * Units. Strides, offsets and lengths count elements or rows; sizes called bytes count bytes.
+ * Units. Strides, offsets and lengths count elements or rows; sizes called bytes count bytes. Sides of a window and the
+ * radius of a bias stay below 2^32, every buffer's size below 2^60 bytes.
  *
  * Environment (ignored in set-uid processes): JFA_BACKEND (auto, a name, name:variant, or a plugin's path),
- * JFA_BACKEND_PATH (directories of plugins, separated by colons), JFA_BACKEND_DISABLE (names that auto must skip),
+ * JFA_BACKEND_PATH (directories of plugins, separated by colons), JFA_BACKEND_DISABLE (names that auto must skip, by comma),
  * JFA_LOG (error, warn, info, debug, trace), JFA_VALIDATE (1: check device offsets, which synchronises).
  */
 
@@ -89,13 +92,14 @@
 
 /**
  * In `jfa_problem.flags`: the backward is bitwise reproducible and does not depend on what else is in the batch.
- * (The forward always is.)
+ * (The forward always is.) What is summed over several sequences, dk and dv of a key/value sequence that they share and
+ * dq of a broadcast query, is added in the order of the batch, and changes with that order.
  */
 #define JFA_FLAG_DETERMINISTIC 1
 
 /**
  * In `jfa_problem.flags`: rows of outputs that belong to no sequence are set to 0 (`lse`: -inf) instead of being left
- * untouched.
+ * untouched. The gradient of a bias has no rows in this sense.
  */
 #define JFA_FLAG_ZERO_UNUSED_ROWS 2
 
@@ -474,8 +478,8 @@ typedef struct jfa_context_options {
      */
     size_t struct_size;
     /**
-     * A backend's name (`cpu`, a plugin's name), the path of a plugin library, or `auto`; NULL reads `JFA_BACKEND`, and
-     * is `auto` without it. A named backend never falls back to another.
+     * A backend's name (`cpu`, a plugin's name), `name:variant`, the path of a plugin library, or `auto`; NULL or empty
+     * reads `JFA_BACKEND`, and is `auto` without it. A named backend never falls back to another.
      */
     const char *backend;
     /**
@@ -606,17 +610,19 @@ typedef struct jfa_problem {
      */
     int32_t reserved;
     /**
-     * Longest query sequence you expect, 0 if unknown: a hint for speed. A wrong hint never changes a result.
+     * Longest query sequence you expect, 0 if unknown: a hint for speed, which no backend of this version looks at. A wrong
+     * hint never changes a result.
      */
     int64_t max_q_len_hint;
     /**
-     * Longest key/value sequence you expect, 0 if unknown: a hint for speed. A wrong hint never changes a result.
+     * Longest key/value sequence you expect, 0 if unknown: likewise.
      */
     int64_t max_kv_len_hint;
 } jfa_problem;
 
 /**
- * What a plan asks of the caller. Filled by `plan_requirements`, as far as `struct_size` reaches.
+ * What a plan asks of the caller. Filled by `plan_requirements`, as far as `struct_size` reaches (at least the fields of
+ * version 0.1).
  */
 typedef struct jfa_requirements {
     /**
@@ -748,7 +754,8 @@ typedef struct jfa_call {
 
 /**
  * A `[rows, heads, dim]` view of memory: element (r, h, c) stands at `data + r * row_stride + h * head_stride + c`,
- * counted in elements. The innermost stride is 1; the other two are free, so views of a fused QKV buffer need no copy.
+ * counted in elements. The innermost stride is 1; the other two are free as long as they are not negative and no two
+ * elements of an output meet, so views of a fused QKV buffer need no copy.
  */
 typedef struct jfa_tensor {
     /**
@@ -768,7 +775,7 @@ typedef struct jfa_tensor {
      */
     int32_t reserved;
     /**
-     * Rows of the buffer: its capacity. Sequences may end earlier.
+     * Rows of the buffer: up to the capacity of the plan, and at least what the layout reaches. Sequences may end earlier.
      */
     int64_t rows;
     /**
@@ -790,7 +797,8 @@ typedef struct jfa_tensor {
 } jfa_tensor;
 
 /**
- * The log-sum-exp, `[heads_q, rows]`, float: element (h, r) stands at `data + h * head_stride + r`.
+ * The log-sum-exp, `[heads_q, rows]`, float: element (h, r) stands at `data + h * head_stride + r`, head_stride at least
+ * rows.
  */
 typedef struct jfa_lse {
     /**
@@ -929,7 +937,8 @@ typedef struct jfa_api {
     JFA_MUST_USE jfa_status (*status_name)(int32_t status, const char **name);
     /**
      * Chooses backends. *context is NULL on failure.
-     * Errors: unknown or unavailable backend, unusable plugin, malformed environment variable.
+     * Errors: unknown or unavailable backend, unusable plugin; an unknown option. Values of JFA_LOG and JFA_VALIDATE
+     * without a meaning are warned about and count as unset.
      */
     JFA_MUST_USE jfa_status (*context_create)(const struct jfa_context_options *options, struct jfa_context **context);
     /**
@@ -982,9 +991,9 @@ typedef struct jfa_api {
     JFA_MUST_USE jfa_status (*forward)(const struct jfa_plan *plan, const struct jfa_call *call, const struct jfa_forward_args *args);
     /**
      * Computes dq, dk and dv, and dbias when it is not NULL. On an error nothing has been launched or written.
-     * Every row of a key/value sequence is written, with exact zeros where no query row sees it. A batch without
-     * sequences, or without any row on either side, writes nothing at all: neither the dq of a broadcast query nor
-     * dbias.
+     * Every row of a key/value sequence is written, with exact zeros where no query row sees it. With batch = 0, or
+     * buffers without any row on either side, nothing is computed: neither the dq of a broadcast query nor dbias is
+     * written, and no row but the unused ones under JFA_FLAG_ZERO_UNUSED_ROWS.
      */
     JFA_MUST_USE jfa_status (*backward)(const struct jfa_plan *plan,
                                         const struct jfa_call *call,

@@ -8,7 +8,8 @@
  *     auto batch = plan.batch(jfa::layout::self(offsets));       // checks the offsets, builds the schedule
  *     batch.forward({q, k, v, o, lse});                          // q, k, v, o: jfa::tensor; lse: jfa::lse
  *
- * Errors are exceptions of type jfa::error, which carry the status and the text. Handles are movable, and released by
+ * Errors are exceptions of type jfa::error, which carry the status and the text (std::bad_alloc where there is no memory
+ * for a batch). Handles are movable, and released by
  * their destructors. `const` members may be called by many threads at once; a batch owns its workspace and therefore
  * serves one thread at a time (plan::batch gives each thread one of its own).
  *
@@ -86,7 +87,10 @@ inline std::int64_t signed_size(std::size_t size) { return static_cast<std::int6
 /** Elements of a row; the largest number, which no tensor has, where they cannot be counted. */
 inline std::int64_t row(std::int64_t heads, std::int64_t dim) {
     constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
-    return heads > 0 && dim > most / heads ? most : heads * dim;
+    if (heads <= 0 || dim <= 0) {
+        return heads == 0 || dim == 0 ? 0 : most;
+    }
+    return dim > most / heads ? most : heads * dim;
 }
 
 } // namespace detail
@@ -349,33 +353,37 @@ public:
 
     /** Lengths shorter than the space between the offsets. */
     layout &q_lengths(span<const std::int32_t> lengths) {
-        check("q_lengths", lengths.size(), c_.batch);
         c_.q_lengths = lengths.data();
-        return *this;
+        return given(q_lengths_, lengths.size());
     }
     layout &kv_lengths(span<const std::int32_t> lengths) {
-        check("kv_lengths", lengths.size(), c_.kv_batch);
         c_.kv_lengths = lengths.data();
-        return *this;
+        return given(kv_lengths_, lengths.size());
     }
 
-    /** Sequence b attends to key/value sequence `index[b]`. */
+    /** Sequence b attends to key/value sequence `index[b]`. With a broadcast query the batch is as long as the index. */
     layout &kv_index(span<const std::int32_t> index) {
-        if (c_.q_offsets) {
-            check("kv_index", index.size(), c_.batch);
+        if (!c_.q_offsets) {
+            c_.batch = detail::signed_size(index.size());
         }
-        c_.batch = detail::signed_size(index.size());
         c_.kv_index = index.data();
-        return *this;
+        return given(kv_index_, index.size());
     }
 
     layout &bias_offsets(span<const std::int64_t> offsets) {
-        check("bias_offsets", offsets.size(), c_.batch + 1);
         c_.bias_offsets = offsets.data();
-        return *this;
+        return given(bias_offsets_, offsets.size());
     }
 
-    const jfa_layout &c() const noexcept { return c_; }
+    /** The struct of the C interface. Arrays of a length that does not fit the batch are an error, in whatever order
+     * they were given. */
+    const jfa_layout &c() const {
+        check("q_lengths", q_lengths_, c_.batch);
+        check("kv_lengths", kv_lengths_, c_.kv_batch);
+        check("kv_index", kv_index_, c_.batch);
+        check("bias_offsets", bias_offsets_, c_.batch + 1);
+        return c_;
+    }
 
 private:
     explicit layout(const offsets &kv) {
@@ -385,14 +393,21 @@ private:
         c_.kv_offsets_type = kv.type();
     }
 
-    static void check(const char *name, std::size_t has, std::int64_t wants) {
-        if (detail::signed_size(has) != wants) {
+    layout &given(std::int64_t &entries, std::size_t size) {
+        entries = detail::signed_size(size);
+        return *this;
+    }
+
+    static void check(const char *name, std::int64_t has, std::int64_t wants) {
+        if (has >= 0 && has != wants) {
             detail::invalid(std::string(name) + " has " + std::to_string(has) + " entries, the batch needs " +
                             std::to_string(wants));
         }
     }
 
     jfa_layout c_{};
+    // Entries of the arrays that were given.
+    std::int64_t q_lengths_ = -1, kv_lengths_ = -1, kv_index_ = -1, bias_offsets_ = -1;
 };
 
 /** Host memory at a multiple of an alignment. */

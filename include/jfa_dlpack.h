@@ -121,9 +121,13 @@ static inline JFA_MUST_USE jfa_status jfa_tensor_from_dlpack(const jfa_dl_tensor
                      (int)tensor->dtype.bits, (int)tensor->dtype.lanes);
         return JFA_ERROR_UNSUPPORTED;
     }
-    if (tensor->ndim != 3 || !tensor->shape) {
+    if (tensor->ndim != 3) {
         JFA_DL_FAIL_("ndim = %d: must be 3, [rows, heads, dim]", (int)tensor->ndim);
         return JFA_ERROR_INVALID_ARGUMENT;
+    }
+    if (!tensor->shape) {
+        JFA_DL_FAIL_("shape is NULL");
+        return JFA_ERROR_NULL_POINTER;
     }
     for (int i = 0; i < 3; i++) {
         if (tensor->shape[i] < 0) {
@@ -143,7 +147,8 @@ static inline JFA_MUST_USE jfa_status jfa_tensor_from_dlpack(const jfa_dl_tensor
         out.row_stride = tensor->strides[0];
         out.head_stride = tensor->strides[1];
     } else {
-        out.row_stride = out.heads * out.dim;
+        /* The largest number, which no tensor has, where the elements of a row cannot be counted. */
+        out.row_stride = out.dim && out.heads > INT64_MAX / out.dim ? INT64_MAX : out.heads * out.dim;
         out.head_stride = out.dim;
     }
     *view = out;
@@ -174,9 +179,13 @@ static inline JFA_MUST_USE jfa_status jfa_lse_from_dlpack(const jfa_dl_tensor *t
                      (int)tensor->dtype.bits, (int)tensor->dtype.lanes);
         return JFA_ERROR_UNSUPPORTED;
     }
-    if (tensor->ndim != 2 || !tensor->shape) {
+    if (tensor->ndim != 2) {
         JFA_DL_FAIL_("ndim = %d: must be 2, [heads, rows]", (int)tensor->ndim);
         return JFA_ERROR_INVALID_ARGUMENT;
+    }
+    if (!tensor->shape) {
+        JFA_DL_FAIL_("shape is NULL");
+        return JFA_ERROR_NULL_POINTER;
     }
     for (int i = 0; i < 2; i++) {
         if (tensor->shape[i] < 0) {

@@ -407,6 +407,12 @@ impl Scenario {
         }
     }
 
+    /// Pairs of a query row and a key, of every head, masked or not.
+    pub fn pairs(&self) -> f64 {
+        let pairs = |b: usize| (self.q_lens[b] * self.kv_lens[self.kv_of(b)]) as f64;
+        (0..self.batch()).map(pairs).sum::<f64>() * self.heads_q as f64
+    }
+
     /// Largest magnitude of a score by construction, where it matters for what fp32 can hold.
     pub fn score_magnitude(&self) -> f64 {
         match self.data {

@@ -169,16 +169,18 @@ pub enum jfa_report_format {
 }
 
 /// In `jfa_problem.flags`: the backward is bitwise reproducible and does not depend on what else is in the batch.
-/// (The forward always is.)
+/// (The forward always is.) What is summed over several sequences, dk and dv of a key/value sequence that they share and
+/// dq of a broadcast query, is added in the order of the batch, and changes with that order.
 pub const JFA_FLAG_DETERMINISTIC: u64 = 1;
 /// In `jfa_problem.flags`: rows of outputs that belong to no sequence are set to 0 (`lse`: -inf) instead of being left
-/// untouched.
+/// untouched. The gradient of a bias has no rows in this sense.
 pub const JFA_FLAG_ZERO_UNUSED_ROWS: u64 = 2;
 /// In `jfa_problem.flags`: layouts carry `kv_index`.
 pub const JFA_FLAG_KV_INDEX: u64 = 4;
 
 /// A `[rows, heads, dim]` view of memory: element (r, h, c) stands at `data + r * row_stride + h * head_stride + c`,
-/// counted in elements. The innermost stride is 1; the other two are free, so views of a fused QKV buffer need no copy.
+/// counted in elements. The innermost stride is 1; the other two are free as long as they are not negative and no two
+/// elements of an output meet, so views of a fused QKV buffer need no copy.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct jfa_tensor {
@@ -190,7 +192,7 @@ pub struct jfa_tensor {
     pub dtype: i32,
     /// Must be 0.
     pub reserved: i32,
-    /// Rows of the buffer: its capacity. Sequences may end earlier.
+    /// Rows of the buffer: up to the capacity of the plan, and at least what the layout reaches. Sequences may end earlier.
     pub rows: i64,
     /// Heads.
     pub heads: i64,
@@ -202,7 +204,8 @@ pub struct jfa_tensor {
     pub head_stride: i64,
 }
 
-/// The log-sum-exp, `[heads_q, rows]`, float: element (h, r) stands at `data + h * head_stride + r`.
+/// The log-sum-exp, `[heads_q, rows]`, float: element (h, r) stands at `data + h * head_stride + r`, head_stride at least
+/// rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct jfa_lse {
@@ -274,9 +277,10 @@ pub struct jfa_problem {
     pub scale: f32,
     /// Must be 0.
     pub reserved: i32,
-    /// Longest query sequence you expect, 0 if unknown: a hint for speed. A wrong hint never changes a result.
+    /// Longest query sequence you expect, 0 if unknown: a hint for speed, which no backend of this version looks at. A wrong
+    /// hint never changes a result.
     pub max_q_len_hint: i64,
-    /// Longest key/value sequence you expect, 0 if unknown: a hint for speed. A wrong hint never changes a result.
+    /// Longest key/value sequence you expect, 0 if unknown: likewise.
     pub max_kv_len_hint: i64,
 }
 
@@ -383,7 +387,8 @@ pub struct jfa_backward_args {
     pub dbias: *mut c_void,
 }
 
-/// What a plan asks of the caller. Filled by `plan_requirements`, as far as `struct_size` reaches.
+/// What a plan asks of the caller. Filled by `plan_requirements`, as far as `struct_size` reaches (at least the fields of
+/// version 0.1).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct jfa_requirements {
@@ -418,8 +423,8 @@ pub type jfa_log_fn = Option<unsafe extern "C" fn(data: *mut c_void, level: i32,
 pub struct jfa_context_options {
     /// `sizeof(jfa_context_options)`.
     pub struct_size: usize,
-    /// A backend's name (`cpu`, a plugin's name), the path of a plugin library, or `auto`; NULL reads `JFA_BACKEND`, and
-    /// is `auto` without it. A named backend never falls back to another.
+    /// A backend's name (`cpu`, a plugin's name), `name:variant`, the path of a plugin library, or `auto`; NULL or empty
+    /// reads `JFA_BACKEND`, and is `auto` without it. A named backend never falls back to another.
     pub backend: *const c_char,
     /// A `jfa_memory_space`: where your tensors live. `auto` considers only backends of that space, and a named backend
     /// of another is an error. Required.
@@ -462,7 +467,8 @@ pub struct jfa_api {
     pub status_name: unsafe extern "C" fn(status: i32, name: *mut *const c_char) -> jfa_status,
 
     /// Chooses backends. *context is NULL on failure.
-    /// Errors: unknown or unavailable backend, unusable plugin, malformed environment variable.
+    /// Errors: unknown or unavailable backend, unusable plugin; an unknown option. Values of JFA_LOG and JFA_VALIDATE
+    /// without a meaning are warned about and count as unset.
     pub context_create:
         unsafe extern "C" fn(options: *const jfa_context_options, context: *mut *mut jfa_context) -> jfa_status,
 
@@ -513,9 +519,9 @@ pub struct jfa_api {
         unsafe extern "C" fn(plan: *const jfa_plan, call: *const jfa_call, args: *const jfa_forward_args) -> jfa_status,
 
     /// Computes dq, dk and dv, and dbias when it is not NULL. On an error nothing has been launched or written.
-    /// Every row of a key/value sequence is written, with exact zeros where no query row sees it. A batch without
-    /// sequences, or without any row on either side, writes nothing at all: neither the dq of a broadcast query nor
-    /// dbias.
+    /// Every row of a key/value sequence is written, with exact zeros where no query row sees it. With batch = 0, or
+    /// buffers without any row on either side, nothing is computed: neither the dq of a broadcast query nor dbias is
+    /// written, and no row but the unused ones under JFA_FLAG_ZERO_UNUSED_ROWS.
     pub backward: unsafe extern "C" fn(
         plan: *const jfa_plan,
         call: *const jfa_call,

@@ -46,7 +46,7 @@ fn cpp_by_linking_with_the_backend_of_the_environment() {
     let output = Command::new(&plain).arg(lengths()).env("JFA_BACKEND", "nonsense").output().unwrap();
     assert!(!output.status.success());
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("JFA_BACKEND names backend 'nonsense'") && said.contains("cpu"), "{said}");
+    assert!(said.contains("JFA_BACKEND = 'nonsense': there is no such backend") && said.contains("cpu"), "{said}");
 }
 
 #[test]

@@ -584,7 +584,7 @@ fn bias_offsets(offsets: &[i64], sequences: &crate::layout::Sequences<'_>, heads
             return Err(Error::invalid(name(b + 1), end, format!("must not be below {} = {start}", name(b))));
         }
         if end > capacity {
-            return Err(Error::invalid(name(b + 1), end, format!("must not be past bias.capacity = {capacity}")));
+            return Err(Error::invalid(name(b + 1), end, format!("must not be past bias_capacity = {capacity}")));
         }
         let needed = i128::from(heads) * i128::from(s.q_len) * i128::from(s.bias_stride);
         if needed > i128::from(end - start) {

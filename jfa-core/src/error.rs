@@ -58,7 +58,7 @@ pub enum Error {
         lacks: String,
     },
     /// A backend name nobody registered.
-    #[error("{variable} names backend '{name}', which does not exist; there are: {available}")]
+    #[error("{variable} = '{name}': there is no such backend; there are: {available}")]
     UnknownBackend {
         /// Where the name came from (`JFA_BACKEND` or an argument).
         variable: String,

@@ -184,9 +184,7 @@ impl Plan {
     #[inline]
     pub unsafe fn build_schedule(&self, layout: &Layout, schedule: Buffer, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
-        let result = unsafe { self.inner.build_schedule(layout, schedule, stream) };
-        self.inner.trace("build_schedule", layout, &result);
-        result
+        self.inner.traced("build_schedule", layout, || unsafe { self.inner.build_schedule(layout, schedule, stream) })
     }
 
     /// Computes `o` and `lse`.
@@ -206,16 +204,14 @@ impl Plan {
     #[inline]
     pub unsafe fn forward(&self, call: &Call, args: &ForwardArgs) -> Result<()> {
         // SAFETY: the caller's promise.
-        let result = unsafe { self.inner.forward(call, args) };
-        self.inner.trace("forward", call.layout, &result);
-        result
+        self.inner.traced("forward", call.layout, || unsafe { self.inner.forward(call, args) })
     }
 
     /// Computes `dq`, `dk`, `dv`, and `dbias` when it is not null.
     ///
     /// Every row of a key/value sequence is written, also when no query row sees it (then with exact zeros), and so is
-    /// every gradient of a bias. A batch without sequences, or without any row on either side, writes nothing at all:
-    /// neither the `dq` of a broadcast query nor `dbias`.
+    /// every gradient of a bias. With a batch of no sequences, or buffers without any row on either side, nothing is computed:
+    /// neither the `dq` of a broadcast query nor `dbias` is written, and no row but the unused ones that are to be zeroed.
     ///
     /// # Errors
     /// Those of [`Plan::forward`], for all eleven arguments; [`Error::Unsupported`] when the backend has no backward.
@@ -225,9 +221,7 @@ impl Plan {
     #[inline]
     pub unsafe fn backward(&self, call: &Call, args: &BackwardArgs) -> Result<()> {
         // SAFETY: the caller's promise.
-        let result = unsafe { self.inner.backward(call, args) };
-        self.inner.trace("backward", call.layout, &result);
-        result
+        self.inner.traced("backward", call.layout, || unsafe { self.inner.backward(call, args) })
     }
 }
 
@@ -280,21 +274,23 @@ impl Inner {
         }
     }
 
-    /// One message for a call that has returned, if anybody follows single calls.
+    /// A call, and one message when it has returned if anybody follows single calls.
     #[inline]
-    fn trace(&self, call: &str, layout: &Layout, result: &Result<()>) {
-        if LevelFilter::current() >= LevelFilter::TRACE {
-            self.write_trace(call, layout, result);
-        }
+    fn traced(&self, name: &str, layout: &Layout, call: impl FnOnce() -> Result<()>) -> Result<()> {
+        // Asked first: looking at the result afterwards takes it through memory, a tenth of what an empty batch costs.
+        if LevelFilter::current() < LevelFilter::TRACE { call() } else { self.with_trace(name, layout, call) }
     }
 
     #[cold]
-    fn write_trace(&self, call: &str, layout: &Layout, result: &Result<()>) {
+    #[inline(never)]
+    fn with_trace(&self, name: &str, layout: &Layout, call: impl FnOnce() -> Result<()>) -> Result<()> {
         let (backend, batch, kv_batch) = (self.backend.name(), layout.batch, layout.kv_batch);
-        match result {
-            Ok(()) => tracing::trace!(target: "jfa", backend = %backend, batch, kv_batch, "{call}"),
-            Err(error) => tracing::trace!(target: "jfa", backend = %backend, batch, kv_batch, %error, "{call} failed"),
+        let result = call();
+        match &result {
+            Ok(()) => tracing::trace!(target: "jfa", backend = %backend, batch, kv_batch, "{name}"),
+            Err(error) => tracing::trace!(target: "jfa", backend = %backend, batch, kv_batch, %error, "{name} failed"),
         }
+        result
     }
 }
 

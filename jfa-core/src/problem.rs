@@ -119,7 +119,9 @@ impl Problem {
         at_least("head_dim", self.head_dim, 1)?;
         at_least("head_dim_v", self.head_dim_v, 1)?;
         at_least("batch", self.batch, 0)?;
-        at_least("total_q", self.total_q, 0)?;
+        if self.query == Query::Jagged {
+            at_least("total_q", self.total_q, 0)?;
+        }
         at_least("total_kv", self.total_kv, 0)?;
         at_least("kv_batch", self.kv_batch, 0)?;
         if self.heads_q % self.heads_kv != 0 {
@@ -154,13 +156,13 @@ impl Problem {
             }
             Bias::Dense { dtype, row_align, capacity, .. } => {
                 if !matches!(row_align, 1 | 8 | 16) {
-                    return Err(Error::invalid("bias.row_align", row_align, "must be 1, 8 or 16"));
+                    return Err(Error::invalid("bias_row_align", row_align, "must be 1, 8 or 16"));
                 }
                 if dtype != DType::F32 && dtype != self.dtype {
                     let reason = format!("must be f32 or the problem's {}", self.dtype);
-                    return Err(Error::invalid("bias.dtype", dtype, reason));
+                    return Err(Error::invalid("bias_dtype", dtype, reason));
                 }
-                at_least("bias.capacity", capacity, 0)?;
+                at_least("bias_capacity", capacity, 0)?;
             }
         }
         self.validate_sizes()
@@ -184,9 +186,11 @@ impl Problem {
         bounded(&[heads, dim], 8)?;
         bounded(&[batch, heads], 64)?;
         bounded(&[("kv_batch", self.kv_batch), heads], 64)?;
-        bounded(&[("bias.radius", radius), heads], 24)?;
-        bounded(&[("bias.capacity", capacity)], 8)?;
-        bounded(&[("total_q", self.total_q), heads, dim], 8)?;
+        bounded(&[("bias_radius", radius), heads], 24)?;
+        bounded(&[("bias_capacity", capacity)], 8)?;
+        if self.query == Query::Jagged {
+            bounded(&[("total_q", self.total_q), heads, dim], 8)?;
+        }
         bounded(&[("total_kv", self.total_kv), heads, dim], 8)?;
         if let Query::Broadcast { q_len } = self.query {
             bounded(&[("q_len", q_len), batch, heads, dim], 8)?;

@@ -363,9 +363,12 @@ fn empty_batches_write_only_unused_rows() {
         for strides in [Strides::Contiguous, Strides::Padded(3, 5)] {
             let mut case = Case::new(&[]);
             (case.tail, case.first, case.zero_unused_rows, case.strides) = (4, 1, zero_unused_rows, strides);
-            // `run` checks that every row is poison, or zero.
-            run::<f32>(&backend(), &case);
-            run::<bf16>(&backend(), &case);
+            for bias in [BiasCase::None, BiasCase::Alibi, BiasCase::Relative(2)] {
+                case.bias = bias;
+                // `run` checks that every row is poison, or zero, and the gradient of a bias poison.
+                run::<f32>(&backend(), &case);
+                run::<bf16>(&backend(), &case);
+            }
         }
     }
 }

@@ -199,14 +199,17 @@ fn unknown_names_are_answered_with_every_name_there_is() {
     let error = registry().select(&Request::default(), &e).unwrap_err();
     assert!(matches!(error, Error::UnknownBackend { .. }));
     let text = error.to_string();
-    for part in
-        ["JFA_BACKEND names backend 'cudda'", "auto, cuda, tlx, cpu", "naive (plugin)", "broken (plugin, unusable"]
-    {
+    for part in [
+        "JFA_BACKEND = 'cudda': there is no such backend",
+        "auto, cuda, tlx, cpu",
+        "naive (plugin)",
+        "broken (plugin, unusable",
+    ] {
         assert!(text.contains(part), "{part}: {text}");
     }
     let named = Request { backend: Some("nope".into()), ..Request::default() };
     let text = registry().select(&named, &env(&[])).unwrap_err().to_string();
-    assert!(text.contains("backend names backend 'nope'"), "{text}");
+    assert!(text.contains("backend = 'nope': there is no such backend"), "{text}");
 }
 
 #[test]

@@ -295,9 +295,9 @@ fn problems_that_break_a_rule() {
     bad_problem(&["kv_batch = -1"], b().kv_index(-1));
     bad_problem(&["q_len = -1"], b().broadcast_query(-1));
     let dense = |dtype, row_align, capacity| Bias::Dense { dtype, row_align, shared_by_heads: false, capacity };
-    bad_problem(&["bias.row_align = 4", "1, 8 or 16"], b().bias(dense(DType::F32, 4, 10)));
-    bad_problem(&["bias.dtype = bf16", "f32 or the problem's f16"], b().bias(dense(BF16, 8, 10)));
-    bad_problem(&["bias.capacity = -10"], b().bias(dense(DType::F32, 8, -10)));
+    bad_problem(&["bias_row_align = 4", "1, 8 or 16"], b().bias(dense(DType::F32, 4, 10)));
+    bad_problem(&["bias_dtype = bf16", "f32 or the problem's f16"], b().bias(dense(BF16, 8, 10)));
+    bad_problem(&["bias_capacity = -10"], b().bias(dense(DType::F32, 8, -10)));
     let causal = b().bias(Bias::Alibi).mask(Mask::Causal(Alignment::BottomRight));
     causal.clone().build().expect("the mask sets the alignment");
     bad_problem(&["bias_alignment = top-left", "bottom-right"], causal.bias_alignment(Alignment::TopLeft));
@@ -320,7 +320,7 @@ fn problems_whose_products_overflow() {
     bad_problem(&[&format!("heads_q = {huge}"), "beside head_dim = 16"], heads);
     bad_problem(&[&format!("heads_q = {huge}"), "beside head_dim = 16"], Problem::builder(DType::F32, huge, 16));
     let dense = Bias::Dense { dtype: DType::F32, row_align: 1, shared_by_heads: true, capacity: huge };
-    bad_problem(&["bias.capacity", &huge.to_string()], b().bias(dense));
+    bad_problem(&["bias_capacity", &huge.to_string()], b().bias(dense));
     // What the contract says must work.
     b().capacity(1_000_000, 1 << 33, 1 << 33).build().expect("a large batch");
     Problem::builder(DType::F32, 128, 512).capacity(1_000_000, 1 << 36, 1).build().expect("many heads");
@@ -438,7 +438,7 @@ fn bias_offsets_that_break_a_rule() {
     let fixture = || Fixture::new(MemorySpace::Host, builder().bias(dense));
     broken_from(fixture, &["bias_offsets[0] = -8"], |f| f.bias_offsets[0] = -8);
     broken_from(fixture, &["bias_offsets[2] = 90", "bias_offsets[1] = 100"], |f| f.bias_offsets[2] = 90);
-    broken_from(fixture, &["bias_offsets[3] = 201", "bias.capacity = 200"], |f| f.bias_offsets[3] = 201);
+    broken_from(fixture, &["bias_offsets[3] = 201", "bias_capacity = 200"], |f| f.bias_offsets[3] = 201);
     broken_from(fixture, &["bias_offsets[3] = 195", "4 x 3 x 8 = 96"], |f| f.bias_offsets[3] = 195);
     broken_from(fixture, &["bias_offsets[1] = 63", "4 x 2 x 8 = 64"], |f| f.bias_offsets[1] = 63);
     broken_from(fixture, &["bias_offsets is null", "dense"], |f| f.layout.bias_offsets = None);
@@ -477,6 +477,9 @@ fn arrays_that_are_missing_or_misaligned() {
     });
     broken(&["kv_lengths = 0x8001", "4 bytes"], |f| f.layout.kv_lengths = Some(at(0x8001)));
     let broadcast = || Fixture::new(MemorySpace::Host, builder().broadcast_query(7));
+    for ignored in [-1, i64::MAX] {
+        Fixture::new(MemorySpace::Host, builder().capacity(3, ignored, 40).broadcast_query(7)).expect_valid();
+    }
     broken_from(broadcast, &["q_offsets = given", "broadcast"], |f| {
         f.layout.q_offsets = Some(Offsets::i32(f.q_offsets.as_ptr()));
     });

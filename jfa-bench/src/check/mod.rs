@@ -284,7 +284,7 @@ impl Context {
         execution: &Execution,
         before: Passes,
     ) -> Result<Outcome> {
-        let tolerance = Tolerance::of(s.dtype).at_scores_of(s.score_magnitude(), s.head_dim, s.dtype);
+        let tolerance = Tolerance::of(s.dtype).over(s.pairs()).at_scores_of(s.score_magnitude(), s.head_dim, s.dtype);
         execution.forward().context("forward")?;
         let mut verdict = Verdict::default();
         verdict.wrong.extend(execution.trespasses(before)?);

@@ -33,7 +33,9 @@
  *
  * Ownership. The caller owns all memory: tensors, schedule, workspace. A call allocates no device memory, does not
  * synchronise and does not change the current device. Handles belong to the caller, who releases each once; a plan may
- * outlive its context. Texts belong to the handle or thread named at each function.
+ * outlive its context. Texts belong to the handle or thread named at each function. No output of a call may overlap
+ * another tensor of it; inputs may overlap each other. Where the host has no memory left for handles and texts, the
+ * process ends.
  *
  * Threads. A context or a plan may be used by many threads at once; only its release must come last. Each running call
  * needs its own workspace; a schedule may be shared. A process made by fork may go on with handles of host memory.
@@ -41,9 +43,10 @@
  * Errors. Every function of the table returns a jfa_status; JFA_OK is 0. On failure jfa_last_error() gives a text that
  * names the argument and its value, for the calling thread. A forward or backward that fails has written nothing.
  *
- * Units. Strides, offsets and lengths count elements or rows; sizes called bytes count bytes.
+ * Units. Strides, offsets and lengths count elements or rows; sizes called bytes count bytes. Sides of a window and the
+ * radius of a bias stay below 2^32, every buffer's size below 2^60 bytes.
  *
  * Environment (ignored in set-uid processes): JFA_BACKEND (auto, a name, name:variant, or a plugin's path),
- * JFA_BACKEND_PATH (directories of plugins, separated by colons), JFA_BACKEND_DISABLE (names that auto must skip),
+ * JFA_BACKEND_PATH (directories of plugins, separated by colons), JFA_BACKEND_DISABLE (names that auto must skip, by comma),
  * JFA_LOG (error, warn, info, debug, trace), JFA_VALIDATE (1: check device offsets, which synchronises).
  */

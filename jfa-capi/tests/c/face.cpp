@@ -75,7 +75,28 @@ void handles() {
     batch.forward({in, in, in, jfa::tensor(o, 1, 8), jfa::lse(lse, 1)});
     EXPECT(std::fabs(o[31] - 0.5F) < 1e-6F && std::fabs(lse[0] - 2.0F) < 1e-6F);
     const std::vector<std::int32_t> lengths{1};
-    expect_error(JFA_ERROR_INVALID_ARGUMENT, "q_lengths has 1 entries", [&] { jfa::layout::self(offsets).q_lengths(lengths); });
+    expect_error(JFA_ERROR_INVALID_ARGUMENT, "q_lengths has 1 entries",
+                 [&] { static_cast<void>(plans[0].batch(jfa::layout::self(offsets).q_lengths(lengths))); });
+    // Arrays in any order: what counts is the batch that all of them make.
+    const std::vector<std::int32_t> index{0, 1, 1};
+    const std::vector<std::int64_t> few{0, 4}, right{0, 4, 8, 12};
+    const auto broadcast = [&] { return jfa::layout::broadcast(offsets); };
+    EXPECT(broadcast().bias_offsets(right).kv_index(index).c().batch == 3);
+    EXPECT(broadcast().kv_index(index).bias_offsets(right).c().batch == 3);
+    expect_error(JFA_ERROR_INVALID_ARGUMENT, "bias_offsets has 2 entries, the batch needs 4",
+                 [&] { broadcast().bias_offsets(few).kv_index(index).c(); });
+    expect_error(JFA_ERROR_INVALID_ARGUMENT, "kv_index has 3 entries, the batch needs 2",
+                 [&] { jfa::layout::self(offsets).kv_index(index).c(); });
+    // Sizes that cannot be counted, under the sanitizers too.
+    EXPECT(jfa::tensor(nullptr, JFA_DTYPE_F32, 0, -3, INT64_MAX).c().row_stride == INT64_MAX);
+    std::int64_t shape[3] = {0, std::int64_t{1} << 40, std::int64_t{1} << 40};
+    jfa_dl_tensor dl{};
+    dl.device.device_type = 1;
+    dl.ndim = 3;
+    dl.dtype = {JFA_DL_FLOAT, 32, 1};
+    expect_error(JFA_ERROR_NULL_POINTER, "shape is NULL", [&] { jfa::from_dlpack(dl); });
+    dl.shape = shape;
+    EXPECT(jfa::from_dlpack(dl).c().row_stride == INT64_MAX);
     expect_error(JFA_ERROR_INVALID_ARGUMENT, "offsets", [&] {
         const std::vector<std::int64_t> bad{0, 3, 2};
         static_cast<void>(plans[0].batch(jfa::layout::self(bad)));

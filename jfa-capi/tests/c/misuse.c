@@ -93,7 +93,7 @@ static void other_schedules(void) {
     for (int i = 0; i < 2; ++i) {
         memcpy(offsets, next[i], sizeof offsets);
         o[0] = 7.0f;
-        EXPECT_ERROR(forward(plan, &b, HEADS, DIM), JFA_ERROR_INVALID_ARGUMENT, "schedule = ", "other lengths");
+        EXPECT_ERROR(forward(plan, &b, HEADS, DIM), JFA_ERROR_INVALID_ARGUMENT, "schedule = ", "another layout");
         EXPECT(o[0] == 7.0f);
     }
     /* The same lengths elsewhere need no new schedule. */
@@ -111,7 +111,7 @@ static void other_schedules(void) {
     EXPECT(build(plan, &b) == JFA_OK);
     p.heads_q = p.heads_kv = 1;
     jfa_plan *narrow = a_plan("cpu", &p);
-    EXPECT_ERROR(forward(narrow, &b, 1, DIM), JFA_ERROR_INVALID_ARGUMENT, "schedule = ", "other dimensions");
+    EXPECT_ERROR(forward(narrow, &b, 1, DIM), JFA_ERROR_INVALID_ARGUMENT, "schedule = ", "another plan");
     /* Of a plan alike it serves. */
     p = a_problem();
     jfa_plan *twin = a_plan("cpu", &p);

@@ -74,7 +74,7 @@ pub fn register(registry: &mut Registry) {
                 }
                 _ => {
                     let reason = format!("a variant of 'cpu' is a number of threads, from 1 to {MOST_THREADS}");
-                    Err(Error::invalid("variant", text, reason))
+                    Err(Error::invalid("backend", format!("cpu:{text}"), reason))
                 }
             },
         }),
@@ -387,7 +387,7 @@ impl BackendPlan for CpuPlan {
             });
         });
 
-        for entry in 0..table {
+        for entry in (0..table).filter(|_| !sequences.is_empty()) {
             // SAFETY: as above; the gradient holds `table` entries.
             unsafe {
                 let partial = |b: usize| *tables.0.cast::<f64>().add(b * table + entry);

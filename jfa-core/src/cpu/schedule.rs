@@ -318,7 +318,7 @@ impl<'a> Schedule<'a> {
             return wrong(format!("not built by build_schedule for a layout of {batch} sequences"));
         }
         if header.built_for != fingerprint(problem, shape, sequences) {
-            return wrong("built by build_schedule for other lengths, or by a plan of other dimensions".to_owned());
+            return wrong("built by build_schedule for another layout, or by another plan".to_owned());
         }
         // SAFETY: `build` wrote these parts, each at its place within the capacities.
         unsafe {

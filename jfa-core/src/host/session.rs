@@ -262,7 +262,7 @@ fn bias_elements(problem: &Problem) -> Result<usize> {
         Bias::Alibi => heads,
         Bias::Relative { radius } => heads * (2 * radius as usize + 1),
         Bias::Dense { capacity, .. } => usize::try_from(capacity)
-            .map_err(|_| Error::invalid("bias.capacity", capacity, "does not fit the address space"))?,
+            .map_err(|_| Error::invalid("bias_capacity", capacity, "does not fit the address space"))?,
     })
 }
 

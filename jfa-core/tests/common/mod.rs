@@ -681,10 +681,11 @@ fn execute<T: Real>(
         }
     }
 
-    // A batch without any row writes nothing at all, as the contract says: what was not computed is the sum of nothing.
-    if q_rows == 0 && o_rows == 0 && kv_rows == 0 {
+    // A batch without sequences, or without any row in the buffers, does not write it, as the contract says: what was not
+    // computed is the sum of nothing.
+    if batch == 0 || q_rows == 0 && o_rows == 0 && kv_rows == 0 {
         for (i, x) in dbias.iter_mut().enumerate() {
-            assert!(x.to_bits() == f32::NAN.to_bits(), "dbias: element {i} of a batch without rows was changed to {x}");
+            assert!(x.to_bits() == f32::NAN.to_bits(), "dbias: element {i} of an empty batch was changed to {x}");
             *x = 0.0;
         }
     }
