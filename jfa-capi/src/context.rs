@@ -35,10 +35,14 @@ pub(crate) struct PlanHandle {
 }
 
 impl PlanHandle {
-    /// What a call was given, or why it cannot be taken, logged.
-    #[inline]
-    fn taken<T>(&self, call: &str, given: Result<T>) -> Result<T> {
-        given.inspect_err(|failure| logging::refused(call, &self.backend, failure))
+    /// Logs why a call cannot be taken; failures of those that can are the core's to log.
+    #[cold]
+    fn refused(&self, call: &str, failure: Failure) -> Failure {
+        logging::scoped(self.log, || {
+            let backend = self.backend.to_string_lossy();
+            tracing::trace!(target: "jfa", %backend, error = %failure, "{call} failed");
+        });
+        failure
     }
 }
 
@@ -76,6 +80,16 @@ macro_rules! handle {
         // SAFETY: not NULL; the header's contract is that it came from this library and has not been released.
         unsafe { &(*handle).inner }
     }};
+}
+
+/// What a call was given. No `map_err`: it would copy what there is on the way.
+macro_rules! taken {
+    ($plan:ident, $call:literal, $given:expr) => {
+        match $given {
+            Ok(given) => given,
+            Err(failure) => return Err($plan.refused($call, failure)),
+        }
+    };
 }
 
 entry_points! {
@@ -212,39 +226,42 @@ entry_points! {
         stream: *mut c_void,
     ) {
         let plan = handle!(plan);
+        // SAFETY: the caller's struct is as long as it says.
+        let layout = taken!(plan, "build_schedule", unsafe { convert::layout(layout) });
         let schedule = Buffer { data: DataPtr::new(schedule), bytes: schedule_bytes };
         logging::scoped(plan.log, || {
-            // SAFETY: the caller's struct is as long as it says.
-            let layout = plan.taken("build_schedule", unsafe { convert::layout(layout) })?;
             // SAFETY: the header's contract is that of `Plan::build_schedule`.
-            Ok(unsafe { plan.plan.build_schedule(&layout, schedule, Stream::from_raw(stream)) }?)
-        })
+            unsafe { plan.plan.build_schedule(&layout, schedule, Stream::from_raw(stream)) }
+        })?;
+        Ok(())
     }
 
     fn forward(plan: *const jfa_plan, call: *const jfa_call, args: *const jfa_forward_args) {
         let plan = handle!(plan);
+        // SAFETY: the caller's structs are as long as they say.
+        let (call, layout) = taken!(plan, "forward", unsafe { convert::call(call) });
+        // SAFETY: as above.
+        let args = taken!(plan, "forward", unsafe { convert::forward_args(args) });
+        let call = convert::core_call(&call, &layout);
         logging::scoped(plan.log, || {
-            // SAFETY: the caller's structs are as long as they say.
-            let (call, layout) = plan.taken("forward", unsafe { convert::call(call) })?;
-            // SAFETY: as above.
-            let args = plan.taken("forward", unsafe { convert::forward_args(args) })?;
-            let call = convert::core_call(&call, &layout);
             // SAFETY: the header's contract is that of `Plan::forward`.
-            Ok(unsafe { plan.plan.forward(&call, &args) }?)
-        })
+            unsafe { plan.plan.forward(&call, &args) }
+        })?;
+        Ok(())
     }
 
     fn backward(plan: *const jfa_plan, call: *const jfa_call, args: *const jfa_backward_args) {
         let plan = handle!(plan);
+        // SAFETY: the caller's structs are as long as they say.
+        let (call, layout) = taken!(plan, "backward", unsafe { convert::call(call) });
+        // SAFETY: as above.
+        let args = taken!(plan, "backward", unsafe { convert::backward_args(args) });
+        let call = convert::core_call(&call, &layout);
         logging::scoped(plan.log, || {
-            // SAFETY: the caller's structs are as long as they say.
-            let (call, layout) = plan.taken("backward", unsafe { convert::call(call) })?;
-            // SAFETY: as above.
-            let args = plan.taken("backward", unsafe { convert::backward_args(args) })?;
-            let call = convert::core_call(&call, &layout);
             // SAFETY: the header's contract is that of `Plan::backward`.
-            Ok(unsafe { plan.plan.backward(&call, &args) }?)
-        })
+            unsafe { plan.plan.backward(&call, &args) }
+        })?;
+        Ok(())
     }
 }
 

@@ -2,14 +2,14 @@
 //! error.
 
 use std::cell::Cell;
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use jfa_core::registry::{Environment, LogLevel};
 
 use crate::abi::{jfa_log_fn, jfa_log_level};
 use crate::boundary::Result;
-use crate::status::{Failure, c_text};
+use crate::status::c_text;
 
 /// A context's callback.
 #[derive(Clone, Copy)]
@@ -107,11 +107,4 @@ fn deliver(level: LogLevel, message: &str) {
         }
         None => jfa_core::log::write_stderr(level, message),
     }
-}
-
-/// Logs a call that failed before the core, which logs its own failures, saw it.
-#[cold]
-pub(crate) fn refused(call: &str, backend: &CStr, failure: &Failure) {
-    let backend = backend.to_string_lossy();
-    tracing::trace!(target: "jfa", %backend, error = %failure, "{call} failed");
 }
