@@ -2,7 +2,7 @@
 
     python3 backward_device.py CUBIN_DIR [check] [repeat] [time] [--kernel unordered] [--cases a,b] [--shapes a,b]
 
-Needs schedule.cubin, backward_<dim>_<type>.cubin, backward_broadcast_<dim>_<type>.cubin, backward_reduce_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
+CUBIN_DIR is DIR/jfa-cuda/sm_90a of `cargo xtask kernels --out DIR`. Needs schedule.cubin, backward_<dim>_<type>.cubin, backward_broadcast_<dim>_<type>.cubin, backward_reduce_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
 CUBIN_DIR; with `--kernel unordered` instead of the backward's three backward_prepare_128_<type>.cubin and backward_unordered_128_<type>.cubin; it leaves out
 broadcast queries and heads that fit the narrower kernel. dq is then the same to rounding in every run, dk and dv bit by bit. Outputs, the sums in the workspace and rows between sequences are NaN before every case. The work runs in a child
 process; a case without an answer for 20 s (a shape: 40 s) is reported as HANG and the child is replaced.

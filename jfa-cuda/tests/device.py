@@ -2,7 +2,7 @@
 
     python3 device.py CUBIN_DIR [check] [time] [--shapes a,b]
 
-Runs on a machine with a GPU and PyTorch; needs schedule.cubin and forward_<dim>_<type>.cubin in CUBIN_DIR. Structures mirror
+CUBIN_DIR is DIR/jfa-cuda/sm_90a of `cargo xtask kernels --out DIR`. Runs on a machine with a GPU and PyTorch; needs schedule.cubin and forward_<dim>_<type>.cubin in CUBIN_DIR. Structures mirror
 ../kernels/params.h. `check` compares with float64 on ugly lengths with NaN-poisoned outputs; `time` prints milliseconds against
 the floor (useful FLOPs / 680 TFLOP/s, bytes / 4.27 TB/s).
 """

@@ -2,7 +2,7 @@
 
     python3 split_device.py CUBIN_DIR [check] [repeat] [time] [bench] [index] [--cases a,b] [--shapes a,b]
 
-Needs schedule.cubin, backward_index.cubin, backward_{dq,dkdv,dq_sum}_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
+CUBIN_DIR is DIR/jfa-cuda/sm_90a of `cargo xtask kernels --out DIR`. Needs schedule.cubin, backward_index.cubin, backward_{dq,dkdv,dq_sum}_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
 CUBIN_DIR. Outputs, workspace and rows between sequences are NaN before every case. A launch without an end within 20 s is reported as
 HANG and ends the program.
 

@@ -2,7 +2,7 @@
 
     python3 backward_device.py FOLDER [check] [repeat] [time] [--variants g1,g4] [--cases a,b] [--shapes a,b]
 
-FOLDER holds schedule.cubin (jfa-cuda) and for every kernel NAME.cubin with NAME.json: {"tags": its tags in kernels.toml, "derived": the
+FOLDER (DIR/jfa-tlx/sm_90a of `cargo xtask kernels --out DIR`, and what is of jfa-cuda beside it) holds schedule.cubin (jfa-cuda) and for every kernel NAME.cubin with NAME.json: {"tags": its tags in kernels.toml, "derived": the
 notes of compile.py}; for `time` also forward_<dim>_<type>.cubin of jfa-cuda. Problems, references and shapes are those of
 jfa-cuda/tests. Outputs, workspace and rows between sequences are NaN before every case. The work runs in a child process; a case
 without an answer for 20 s (a shape: 40 s) is reported as HANG and the child is replaced.

@@ -2,7 +2,7 @@
 
     python3 forward_device.py FOLDER [check] [time] [--variants g1,g4,cuda] [--shapes a,b] [--cases a,b]
 
-FOLDER holds schedule.cubin (jfa-cuda) and NAME.cubin with NAME.json, the notes of compile.py, for NAME = forward_<variant>_<dim>_<type>;
+FOLDER (DIR/jfa-tlx/sm_90a of `cargo xtask kernels --out DIR`, and what is of jfa-cuda beside it) holds schedule.cubin (jfa-cuda) and NAME.cubin with NAME.json, the notes of compile.py, for NAME = forward_<variant>_<dim>_<type>;
 for the variant `cuda` forward_<dim>_<type>.cubin. Problems, references and shapes are those of jfa-cuda/tests/device.py.
 """
 import argparse

@@ -44,6 +44,10 @@ pub struct Options {
     /// Ignore earlier results.
     #[arg(long)]
     fresh: bool,
+    /// Write every kernel alone instead of the bundles: DIR/CRATE/ARCH/NAME.cubin, and NAME.json with its tags and what its compiler
+    /// derived. That is what the device tests (`jfa-*/tests/*_device.py`, `jfa-cuda/tests/device.py`) take.
+    #[arg(long, value_name = "DIR", conflicts_with = "check")]
+    out: Option<PathBuf>,
     /// List the kernels and exit.
     #[arg(long)]
     list: bool,
@@ -132,6 +136,11 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
         failures.join("\n  ")
     );
 
+    if let Some(folder) = &options.out {
+        write_alone(&folder.join(&family.owner), &jobs, &compiled)?;
+        println!("{}: {} kernels in {}", family.owner, jobs.len(), folder.display());
+        return Ok(Vec::new());
+    }
     let versions = toolchain.versions();
     let mut outputs: Vec<(PathBuf, Vec<u8>)> = Vec::new();
     let mut table = Vec::new();
@@ -198,6 +207,19 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
         if options.check { "compared" } else { "written" }
     );
     Ok(differences)
+}
+
+/// Every kernel in files of its own.
+fn write_alone(folder: &Path, jobs: &[Job], compiled: &BTreeMap<String, Compiled>) -> Result<()> {
+    for job in jobs {
+        let (output, folder) = (&compiled[&job.key], folder.join(job.arch.to_string()));
+        std::fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
+        let place = |ending: &str| folder.join(format!("{}.{ending}", job.row.name));
+        std::fs::write(place("cubin"), &output.cubin)?;
+        let notes = serde_json::json!({ "tags": job.row.tags, "derived": output.notes.derived });
+        std::fs::write(place("json"), serde_json::to_vec_pretty(&notes)?)?;
+    }
+    Ok(())
 }
 
 fn size(bytes: usize) -> String {
