@@ -42,9 +42,7 @@ impl Tolerance {
         let rounding = steps.max(8) as f64 * magnitude * f64::from(f32::EPSILON);
         Tolerance { o: self.o + rounding, gradient: self.gradient + rounding, lse: self.lse + rounding }
     }
-}
 
-impl Tolerance {
     /// The same over so many pairs of a query row and a key of a head. The numbers are averages over the roundings of that
     /// many probabilities, which scatter by the inverse of their root: twice that is allowed.
     #[must_use]
@@ -125,9 +123,6 @@ struct Output<'a> {
     dim: usize,
     heads: usize,
     dtype: DType,
-    /// Element 0 of each row is a large one that all rows share, where scores are shaped, and in the exact result cancels:
-    /// what is left of it is rounding of the terms' size, and is measured by that.
-    first_cancels: bool,
 }
 
 impl Output<'_> {
@@ -170,10 +165,12 @@ impl Output<'_> {
     }
 
     /// Relative Frobenius error, and what is wrong with it. `natural` bounds the norm without cancellation: where
-    /// almost all of it cancels, what remains is the rounding of fp32. `each`: look at single elements too. What is as near as
-    /// the exact result rounded once is right, also where that is more than `allowed`, an average over many elements: one
-    /// alone may be off by half a unit in its last place.
-    fn frobenius(&self, allowed: f64, natural: f64, each: bool) -> (Option<f64>, Option<String>) {
+    /// almost all of it cancels, what remains is the rounding of fp32. What is as near as the exact result rounded once is
+    /// right, also where that is more than `allowed`, an average over many elements: one alone may be off by half a unit in
+    /// its last place. `shaped`: element 0 of every query and key is a large one that all rows share, and carries the scores.
+    /// It cancels in dq, whose terms sum to 0 over the keys: there it is measured by the size of its terms. Otherwise single
+    /// elements are looked at too.
+    fn frobenius(&self, allowed: f64, natural: f64, shaped: bool) -> (Option<f64>, Option<String>) {
         let (mut difference, mut norm, mut rounding) = (0.0, 0.0, 0.0);
         let mut worst = (0.0, 0, 0, 0.0_f32, 0.0);
         let mut first = 0.0;
@@ -182,7 +179,7 @@ impl Output<'_> {
                 continue;
             }
             let d = (f64::from(g) - e).powi(2);
-            if self.first_cancels && i % self.dim == 0 {
+            if shaped && self.name == "dq" && i % self.dim == 0 {
                 first += d;
                 continue;
             }
@@ -219,7 +216,7 @@ impl Output<'_> {
                 self.name,
                 self.place(b, i)
             ))
-        } else if cancelled || !each {
+        } else if cancelled || shaped {
             None
         } else {
             self.outliers(allowed, natural)
@@ -266,15 +263,12 @@ impl Output<'_> {
 /// `o` and `lse` against the oracle.
 pub fn forward(s: &Scenario, got: &Outputs, expected: &Reference, tolerance: Tolerance) -> Verdict {
     let heads = s.heads_q as usize;
-    let first_cancels = false;
-    let (dim, dtype) = (s.head_dim_v as usize, s.dtype);
-    let o = Output { name: "o", got: &got.o, expected: &expected.o, dim, heads, dtype, first_cancels };
-    let dtype = DType::F32;
-    let lse = Output { name: "lse", got: &got.lse, expected: &expected.lse, dim: 1, heads, dtype, first_cancels };
+    let o = Output { name: "o", got: &got.o, expected: &expected.o, dim: s.head_dim_v as usize, heads, dtype: s.dtype };
+    let lse = Output { name: "lse", got: &got.lse, expected: &expected.lse, dim: 1, heads, dtype: DType::F32 };
     let mut verdict = Verdict::default();
     verdict.wrong.extend(o.positions());
     verdict.wrong.extend(lse.positions());
-    let (error, wrong) = o.frobenius(tolerance.o, 0.0, true);
+    let (error, wrong) = o.frobenius(tolerance.o, 0.0, false);
     verdict.errors.o = error;
     verdict.wrong.extend(wrong);
     let worst = lse
@@ -312,12 +306,7 @@ pub fn backward(s: &Scenario, inputs: &Inputs, got: &Outputs, expected: &Referen
         (scale * ds * row_norm(&inputs.k, s.head_dim), scale * ds * row_norm(&inputs.q, s.head_dim));
     let (hq, hkv) = (s.heads_q as usize, s.heads_kv as usize);
     let (d, dv) = (s.head_dim as usize, s.head_dim_v as usize);
-    // The large element that all keys share, where scores are shaped, cancels in dq, whose terms sum to 0 over the keys.
-    let shaped = s.score_magnitude() > 0.0;
-    let output = |name, got, expected, dim, heads| {
-        let first_cancels = shaped && name == "dq";
-        Output { name, got, expected, dim, heads, dtype: s.dtype, first_cancels }
-    };
+    let output = |name, got, expected, dim, heads| Output { name, got, expected, dim, heads, dtype: s.dtype };
     let mut verdict = Verdict::default();
     let rows = [
         (output("dq", &got.dq, &expected.dq, d, hq), natural_dq),
@@ -326,9 +315,9 @@ pub fn backward(s: &Scenario, inputs: &Inputs, got: &Outputs, expected: &Referen
     ];
     verdict.wrong.extend(rows.iter().filter_map(|(o, _)| o.positions()));
     let mut errors = Vec::new();
-    let each = !shaped;
+    let shaped = s.score_magnitude() > 0.0;
     for (o, natural) in &rows {
-        let (error, wrong) = o.frobenius(tolerance.gradient, *natural, each);
+        let (error, wrong) = o.frobenius(tolerance.gradient, *natural, shaped);
         errors.push(error);
         verdict.wrong.extend(wrong);
     }
@@ -344,8 +333,7 @@ pub fn backward(s: &Scenario, inputs: &Inputs, got: &Outputs, expected: &Referen
         _ => return verdict,
     };
     // Dense gradients are fp32 values of single terms; tables sum many of them.
-    let (dtype, first_cancels) = (DType::F32, false);
-    let bias = Output { name: "dbias", got: bias_got, expected: bias_expected, dim: 1, heads: 1, dtype, first_cancels };
+    let bias = Output { name: "dbias", got: bias_got, expected: bias_expected, dim: 1, heads: 1, dtype: DType::F32 };
     let distance = match s.bias {
         jfa_core::Bias::Alibi => s.kv_lens.iter().chain(&s.q_lens).max().copied().unwrap_or(1) as f64,
         _ => 1.0,
@@ -357,7 +345,7 @@ pub fn backward(s: &Scenario, inputs: &Inputs, got: &Outputs, expected: &Referen
         jfa_core::Bias::Dense { .. } => tolerance.gradient,
         _ => tolerance.gradient.max(2e-5),
     };
-    let (error, wrong) = bias.frobenius(allowed, ds * distance, each);
+    let (error, wrong) = bias.frobenius(allowed, ds * distance, shaped);
     verdict.errors.dbias = error;
     verdict.wrong.extend(wrong);
     verdict
@@ -416,18 +404,12 @@ pub fn bit_difference(
 mod tests {
     use super::*;
 
+    fn output<'a>(name: &'static str, got: &'a [Vec<f32>], expected: &'a [Vec<f64>], dim: usize) -> Output<'a> {
+        Output { name, got, expected, dim, heads: 1, dtype: DType::F16 }
+    }
+
     fn frobenius(got: &[f32], expected: &[f64]) -> Option<String> {
-        let (got, expected) = (vec![got.to_vec()], vec![expected.to_vec()]);
-        let o = Output {
-            name: "o",
-            got: &got,
-            expected: &expected,
-            dim: 1,
-            heads: 1,
-            dtype: DType::F16,
-            first_cancels: false,
-        };
-        o.frobenius(Tolerance::of(DType::F16).o, 0.0, true).1
+        output("o", &[got.to_vec()], &[expected.to_vec()], 1).frobenius(Tolerance::of(DType::F16).o, 0.0, false).1
     }
 
     /// One rounding of f16 is off by up to 4.9e-4 of the value, more than an average over many elements may be.
@@ -439,5 +421,15 @@ mod tests {
         // The exact result within the noise of fp32 of the middle: either neighbour.
         let middle = 1.0 + 2f64.powi(-11);
         assert_eq!(frobenius(&[1.0 + 2f32.powi(-10)], &[middle - 1e-7]), None);
+    }
+    /// Terms of norm 10 cancel in element 0: it may be off by a share of that, no more, and the others by a share of theirs.
+    #[test]
+    fn what_cancels_is_measured_by_its_terms() {
+        let wrong =
+            |got: [f32; 2], shaped| output("dq", &[got.to_vec()], &[vec![0.0, 1.0]], 2).frobenius(6e-4, 10.0, shaped).1;
+        assert_eq!(wrong([5e-3, 1.0], true), None);
+        assert!(wrong([7e-3, 1.0], true).unwrap().contains("element 0"));
+        assert!(wrong([0.0, 1.002], true).is_some());
+        assert!(wrong([5e-3, 1.0], false).is_some());
     }
 }

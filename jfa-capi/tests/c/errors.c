@@ -12,19 +12,7 @@ enum { ROWS = 6, DIM = 4 };
 static float q[ROWS * DIM], k[ROWS * DIM], v[ROWS * DIM], o[ROWS * DIM], lse[ROWS], d_o[ROWS * DIM], dq[ROWS * DIM],
     dk[ROWS * DIM], dv[ROWS * DIM];
 
-static jfa_problem a_problem(void) {
-    jfa_problem p = {.struct_size = sizeof p};
-    p.dtype = JFA_DTYPE_F32;
-    p.query = JFA_QUERY_JAGGED;
-    p.heads_q = p.heads_kv = 1;
-    p.head_dim = p.head_dim_v = DIM;
-    p.batch = p.kv_batch = 2;
-    p.total_q = p.total_kv = ROWS;
-    p.mask = JFA_MASK_FULL;
-    p.bias = JFA_BIAS_NONE;
-    p.scale = 0.5f;
-    return p;
-}
+static jfa_problem a_problem(void) { return self_attention(1, DIM, 2, ROWS, 0.5f); }
 
 static jfa_tensor view(float *data) {
     jfa_tensor t = {sizeof t, data, JFA_DTYPE_F32, 0, ROWS, 1, DIM, DIM, DIM};

@@ -35,20 +35,7 @@ static void report(const jfa_context *context) {
 static void work(const char *backend) {
     jfa_context *context = a_context(backend);
     report(context);
-    const jfa_problem p = {.struct_size = sizeof p,
-                           .dtype = JFA_DTYPE_F32,
-                           .query = JFA_QUERY_JAGGED,
-                           .heads_q = 1,
-                           .heads_kv = 1,
-                           .head_dim = 8,
-                           .head_dim_v = 8,
-                           .batch = 1,
-                           .kv_batch = 1,
-                           .total_q = 64,
-                           .total_kv = 64,
-                           .mask = JFA_MASK_FULL,
-                           .bias = JFA_BIAS_NONE,
-                           .scale = 1.0f};
+    const jfa_problem p = self_attention(1, 8, 1, 64, 1.0f);
     jfa_plan *plan = NULL;
     EXPECT(api->plan_create(context, &p, &plan) == JFA_OK);
     EXPECT(api->plan_release(plan) == JFA_OK && api->context_release(context) == JFA_OK);

@@ -59,19 +59,7 @@ static jfa_context *a_context(journal *j, int32_t level, const char *backend) {
     return context;
 }
 
-static jfa_problem a_problem(void) {
-    jfa_problem p = {.struct_size = sizeof p};
-    p.dtype = JFA_DTYPE_F32;
-    p.query = JFA_QUERY_JAGGED;
-    p.heads_q = p.heads_kv = 1;
-    p.head_dim = p.head_dim_v = 4;
-    p.batch = p.kv_batch = 2;
-    p.total_q = p.total_kv = 8;
-    p.mask = JFA_MASK_FULL;
-    p.bias = JFA_BIAS_NONE;
-    p.scale = 0.5f;
-    return p;
-}
+static jfa_problem a_problem(void) { return self_attention(1, 4, 2, 8, 0.5f); }
 
 /* Makes a plan and does everything with it that can be done, well and badly. */
 static void everything(jfa_context *context, journal *j) {

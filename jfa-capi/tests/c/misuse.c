@@ -18,19 +18,7 @@ static const jfa_api *api;
 static float q[ROWS * WIDTH], k[ROWS * WIDTH], v[ROWS * WIDTH], o[ROWS * WIDTH], lse[HEADS * ROWS];
 static int32_t offsets[SEQUENCES + 1] = {0, 500, 500, 1200, ROWS};
 
-static jfa_problem a_problem(void) {
-    jfa_problem p = {.struct_size = sizeof p};
-    p.dtype = JFA_DTYPE_F32;
-    p.query = JFA_QUERY_JAGGED;
-    p.heads_q = p.heads_kv = HEADS;
-    p.head_dim = p.head_dim_v = DIM;
-    p.batch = p.kv_batch = SEQUENCES;
-    p.total_q = p.total_kv = ROWS;
-    p.mask = JFA_MASK_FULL;
-    p.bias = JFA_BIAS_NONE;
-    p.scale = 0.125f;
-    return p;
-}
+static jfa_problem a_problem(void) { return self_attention(HEADS, DIM, SEQUENCES, ROWS, 0.125f); }
 
 static jfa_plan *a_plan(const char *backend, const jfa_problem *p) {
     jfa_context_options options = {.struct_size = sizeof options, .backend = backend, .memory_space = JFA_MEMORY_HOST};

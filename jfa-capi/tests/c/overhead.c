@@ -17,17 +17,10 @@ static int by_value(const void *a, const void *b) {
 int main(void) {
     const jfa_api *api = jfa_get_api(JFA_API_VERSION);
     jfa_context_options options = {.struct_size = sizeof options, .memory_space = JFA_MEMORY_HOST, .backend = "cpu"};
-    jfa_problem p = {.struct_size = sizeof p};
+    jfa_problem p = self_attention(4, 128, 1024, 1 << 20, 0.1f);
     p.dtype = JFA_DTYPE_BF16;
-    p.query = JFA_QUERY_JAGGED;
-    p.heads_q = p.heads_kv = 4;
-    p.head_dim = p.head_dim_v = 128;
-    p.batch = p.kv_batch = 1024;
-    p.total_q = p.total_kv = 1 << 20;
     p.mask = JFA_MASK_CAUSAL;
     p.alignment = JFA_ALIGNMENT_BOTTOM_RIGHT;
-    p.bias = JFA_BIAS_NONE;
-    p.scale = 0.1f;
     jfa_context *context = NULL;
     jfa_plan *plan = NULL;
     EXPECT(api && api->context_create(&options, &context) == JFA_OK);

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "jfa.h"
+
 #define EXPECT(condition)                                                                                              \
     do {                                                                                                               \
         if (!(condition)) {                                                                                            \
@@ -24,5 +26,22 @@
             exit(1);                                                                                                   \
         }                                                                                                              \
     } while (0)
+
+/* f32 self-attention, full mask, no bias: `rows` rows for at most `batch` sequences. */
+static inline jfa_problem self_attention(int64_t heads, int64_t dim, int64_t batch, int64_t rows, float scale) {
+    jfa_problem p;
+    memset(&p, 0, sizeof p);
+    p.struct_size = sizeof p;
+    p.dtype = JFA_DTYPE_F32;
+    p.query = JFA_QUERY_JAGGED;
+    p.heads_q = p.heads_kv = heads;
+    p.head_dim = p.head_dim_v = dim;
+    p.batch = p.kv_batch = batch;
+    p.total_q = p.total_kv = rows;
+    p.mask = JFA_MASK_FULL;
+    p.bias = JFA_BIAS_NONE;
+    p.scale = scale;
+    return p;
+}
 
 #endif
