@@ -5,13 +5,13 @@
 //   pair        two CTAs (a cluster) take two neighbouring tiles at a time, one each, over the same rows; of an odd number of tiles
 //               the last one alone, each CTA with a head of its own. `cluster` is 1 where the query is broadcast
 //   products    s^T = k q^T, dp^T = v do^T, dv += p^T do, dk += ds^T q, dq = ds k; p^T and ds^T never leave the registers as
-//               left operands, ds^T goes to shared memory once for dq. s^T starts from -lse and dp^T from -delta: what the products
-//               leave is the exponent of p^T and the second factor of ds^T
+//               left operands, ds^T goes to shared memory once for dq. s^T starts from -lse: what the product leaves is the exponent of
+//               p^T. delta is added to dp^T when it is there: it is the last thing a step waits for (head_dim 64: dp^T starts from it)
 //   roles       producer warpgroup: warp 0: schedule and TMA; warps 1, 2: delta = rowsum(o * do), once per block of rows; warp 3: lse,
 //               waits for flags, asks for the next item. Warpgroup of dq. Two consumer warpgroups of 64 keys each, which go their own
 //               ways: they meet nobody but through barriers of buffers
-//   delta       of a pair, each CTA multiplies half of o do^T (half of the columns at head_dim 128, half of the rows at 64) and sends
-//               what it has to its neighbour
+//   delta       of a pair, each CTA multiplies half of the rows of o do^T and sends what it has to its neighbour. The two warps bound a step
+//               before they had little else to do in it (docs/performance.md): what a segment says they read once
 //   dq          a step's dq is multiplied in two halves (32 registers). Of a pair, each CTA sends one half to its neighbour, multiplies the
 //               other and adds what the neighbour sends. Where the pass has all keys of the sequence it leaves for good; else the
 //               first pass leaves its share in `partial` (L2), the others add theirs there, the last one takes the sum along and
@@ -58,6 +58,7 @@ constexpr int keys = JFA_BACKWARD_KEYS;       // keys of a tile, 64 per consumer
 constexpr int q_tile = head_dim <= 64 ? 128 : 64;
 constexpr int ds_chunks = q_tile / 64;        // of 64 query rows
 constexpr int ds_stages = 2;
+constexpr bool delta_behind = head_dim > 64;  // delta is loaded behind dp^T's product, if there are registers, else in front of it
 constexpr int chain_stages = 4;               // lse is up to three steps ahead of dq
 constexpr int segments = 4;
 constexpr int cluster = JFA_CLUSTER;          // CTAs that share a sequence
@@ -73,8 +74,8 @@ constexpr int kv_chunk = keys * 128;          // bytes
 constexpr int q_chunk = q_tile * 128;
 constexpr int kv_bytes = chunks * kv_chunk;
 constexpr int q_bytes = chunks * q_chunk;
-constexpr int half_bytes = 64 * 128;          // of o and do, as delta takes them: 64 columns at head_dim 128, 64 rows at 64
-constexpr int half_rows = q_tile == 128 ? 64 : 0, half_columns = q_tile == 128 ? 0 : 64;  // from one half to the other
+constexpr int half_rows = q_tile / 2;         // of a block, as o comes and delta is computed
+constexpr int half_bytes = half_rows * head_dim * 2, half_chunk = half_rows * 128;
 constexpr int ds_chunk = keys * 128;          // ds^T: rows are keys, 64 query rows to a chunk
 
 // Query rows of one head that a tile walks over. A pass is one tile or, where a pair of CTAs works together, two neighbouring ones,
@@ -137,7 +138,7 @@ struct SharedMemory {
     float4 received[pairs ? 8 * 4 * 32 : 1];  // the neighbour's share of this CTA's half of a step's dq, as it lay in the registers
     float lse[2][q_tile];    // -lse in units of the scores; whatever makes p 0 where it must be. At place_of(row)
     float delta[2][q_tile];  // -delta, likewise
-    float received_delta[pairs ? 64 : 1];  // what the neighbour has computed of a pair's delta
+    float received_delta[pairs ? half_rows : 1];  // what the neighbour has computed of a pair's delta
     Segment segment[segments];
     Item item[2];
     Pass pass;               // not in registers: they are scarce in the producer
@@ -167,6 +168,9 @@ __device__ __forceinline__ uint64_t* segment_empty(SharedMemory& shared, uint32_
 __device__ __forceinline__ uint32_t segment_phase(uint32_t n) { return (n / segments) & 1; }
 
 // Waits for several phases at once: a look at a barrier takes 90 cycles also where nothing is to be waited for.
+__device__ __forceinline__ void wait_for(uint64_t* a, uint32_t phase_a, uint64_t* b, uint32_t phase_b) {
+    while (!ptx::mbarrier_try_wait(a, phase_a, b, phase_b)) {}
+}
 __device__ __forceinline__ void wait_for(uint64_t* a, uint32_t phase_a, uint64_t* b, uint32_t phase_b, uint64_t* c, uint32_t phase_c) {
     while (!ptx::mbarrier_try_wait(a, phase_a, b, phase_b, c, phase_c)) {}
 }
@@ -340,8 +344,13 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         const int stage = stage_of(halves_of_o);
         ptx::mbarrier_wait(&shared.o_empty[stage], phase_of(halves_of_o) ^ 1);
         ptx::mbarrier_arrive_expect_tx(&shared.o_full[stage], half_bytes);
-        ptx::tma_load_rows(map_o, &shared.o_full[stage], shared.o[stage], half_columns * half, row + half_rows * half,
-                           max(0, min(64, rows - half_rows * half)), head);
+        const int first = half_rows * half;
+#pragma unroll
+        for (int y = 0; y < half_rows; y += 32)
+#pragma unroll
+            for (int x = 0; x < chunks; ++x)
+                ptx::tma_load_rows(map_o, &shared.o_full[stage], shared.o[stage] + x * half_chunk + y * 128, 64 * x, row + first + y,
+                                   max(0, min(32, rows - first - y)), head);
         ++halves_of_o;
     };
     const auto load_v = [&] {
@@ -478,6 +487,7 @@ __device__ __forceinline__ int* flag_of(const JfaBackwardParams& p, int row_bloc
 
 __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int me) {
     int leaving = -1, tiles = 0;  // row block whose sum moves on after the last step, tiles in it
+    int flags = 0, compute_from = 0;  // of the segment: blocks from `compute_from` on are computed here
     uint32_t halves = 0, exchanged = 0, raised = 0;
     const auto raise = [&](bool wait) {
         if (leaving < 0) return;
@@ -495,12 +505,14 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
             if (me == 1) raise(true);
         },
         [&](const Segment& s) {
-            if (s.flags & zero_keys) {
+            flags = s.flags;
+            compute_from = flags & owned ? s.earlier_end : 0;
+            if (flags & zero_keys) {
                 const int from = s.kv_row + s.key0, to = min(p.kv_rows, s.kv_row + min(s.key0 + keys, s.kv_len));
                 zero_rows(p.dk, p.dk_row_bytes, p.dk_head_bytes, from, to, s.kv_head, p.vectors_qk, me);
                 zero_rows(p.dv, p.dv_row_bytes, p.dv_head_bytes, from, to, s.kv_head, p.vectors_v, me);
             }
-            if (s.flags & zero_queries) {
+            if (flags & zero_queries) {
                 const auto zero = [&](int from, int to) {
                     zero_rows(p.dq, p.dq_row_bytes, p.dq_head_bytes, s.q_row + from, min(p.o_rows, s.q_row + to), s.head, p.vectors_qk, me);
                 };
@@ -510,9 +522,9 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
         },
         [&](const Segment& s, int i, uint32_t step) {
             const int stage = stage_of(step);
-            const bool computes = computes_delta(s, i);
-            // This lane's places of a block: `own` and, at head_dim 64, 64 after it.
-            const auto own = [&] { return 32 * me + ptx::lane_id(); };
+            const bool computes = i >= compute_from;
+            // This lane's places of a block, where the warp has written: `own` and, at head_dim 64, 64 after it.
+            const auto own = [&] { return q_tile == 64 ? ptx::lane_id() / 16 * 32 + 16 * me + ptx::lane_id() % 16 : 32 * me + ptx::lane_id(); };
             float value[q_tile / 64] = {};
             if (!computes) {
                 const float* kept = partial_delta(p, s.block + i);
@@ -522,44 +534,42 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
             // The consumers have left do's stage, hence delta's. (Also lest a wait by parity below misses a phase.)
             ptx::mbarrier_wait(&shared.do_empty[stage], phase_of(step) ^ 1);
             if (computes) {
-                const bool shares = pairs && (s.flags & exchange);
+                const bool shares = pairs && (flags & exchange);
                 ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
                 if (shares) ptx::mbarrier_wait(&shared.delta_taken, (exchanged & 1) ^ 1);
+                // A warp has a half of the rows of a half.
+                constexpr int warp_rows = half_rows / 2;
 #pragma unroll 1
                 for (int half = shares ? rank() : 0; half < (shares ? rank() + 1 : 2); ++half, ++halves) {
                     ptx::mbarrier_wait(&shared.o_full[stage_of(halves)], phase_of(halves));
                     // The diagonal of o do^T, 16 rows at a time: fewer loads from shared memory, which the consumers' products fill, and a
                     // tenth of the instructions of an elementwise sum.
 #pragma unroll 1
-                    for (int row0 = 32 * me; row0 < 32 * me + 32; row0 += 16) {
+                    for (int row0 = warp_rows * me; row0 < warp_rows * (me + 1); row0 += 16) {
                         float low[4] = {}, high[4] = {};  // rows 0..7 and 8..15
                         // 8 x 8 elements each. o: rows 0..7 and 8..15 of columns 0..7, then of columns 8..15, as a left operand wants them; do:
                         // both halves of the columns of rows 0..7, then of rows 8..15, as a right one wants them.
                         const auto place = [&](int row, int group) { return row * 128 + ((group ^ row & 7) << 4); };
                         const uint32_t o = ptx::smem_address(shared.o[stage_of(halves)]) + place(row0 + ptx::lane_id() % 16, ptx::lane_id() / 16);
-                        const uint32_t d_o = ptx::smem_address(shared.d_o[stage]) + half * half_bytes +
+                        const uint32_t d_o = ptx::smem_address(shared.d_o[stage]) + half * half_chunk +
                                              place(row0 + ptx::lane_id() / 16 * 8 + ptx::lane_id() % 8, ptx::lane_id() / 8 % 2);
 #pragma unroll
-                        for (int k = 0; k < 4; k += 2) {
+                        for (int k = 0; k < head_dim / 16; k += 2) {
                             uint32_t a[2][4], b[2][4];  // two at a time: a load takes 150 cycles beside the consumers' products
 #pragma unroll
-                            for (int j = 0; j < 2; ++j) ptx::ldmatrix_x4(a[j], o ^ 32 * (k + j)), ptx::ldmatrix_x4(b[j], d_o ^ 32 * (k + j));
+                            for (int j = 0; j < 2; ++j)
+                                ptx::ldmatrix_x4(a[j], (o ^ 32 * ((k + j) % 4)) + k / 4 * half_chunk), ptx::ldmatrix_x4(b[j], (d_o ^ 32 * ((k + j) % 4)) + k / 4 * q_chunk);
 #pragma unroll
                             for (int j = 0; j < 2; ++j) ptx::mma_16x8x16<T>(low, a[j], b[j][0], b[j][1]), ptx::mma_16x8x16<T>(high, a[j], b[j][2], b[j][3]);
                         }
                         // Lane 9j has rows 2j and 2j + 8 of the diagonal, lane 9j + 4 the next ones: together the four places from 4j on (place_of).
-                        float4 sum{-low[0], -__shfl_xor_sync(~0u, low[1], 4), -high[2], -__shfl_xor_sync(~0u, high[3], 4)};
+                        const float4 sum{-low[0], -__shfl_xor_sync(~0u, low[1], 4), -high[2], -__shfl_xor_sync(~0u, high[3], 4)};
                         const int lane = ptx::lane_id(), at = row0 + lane / 8 * 4;
                         if (lane == lane / 8 * 9) {
                             if (shares)
                                 ptx::store_async(ptx::map_to_rank(&shared.received_delta[at], rank() ^ 1), sum,
                                                  ptx::map_to_rank(&shared.delta_received, rank() ^ 1));
-                            float4* to = reinterpret_cast<float4*>(&shared.delta[stage][at + half_rows * half]);
-                            if (q_tile == 64 && !shares && half == 1) {
-                                const float4 other = *to;
-                                sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
-                            }
-                            *to = sum;
+                            *reinterpret_cast<float4*>(&shared.delta[stage][half_rows * half + at]) = sum;
                         }
                     }
                     __syncwarp();
@@ -567,18 +577,17 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
                 }
                 if (shares) {
                     uint64_t* received = &shared.delta_received;
-                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(received, 32 * sizeof(float));
+                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(received, warp_rows * sizeof(float));
                     // A flag must not wait for the neighbour: it may wait for the flag, in a pass of its own before this one.
                     while (!__all_sync(~0u, ptx::mbarrier_try_wait(received, (exchanged & 1))))
                         if (me == 1) raise(false);
-                    float* to = &shared.delta[stage][half_rows * (rank() ^ 1) + own()];
-                    const float other = shared.received_delta[own()];
-                    *to = q_tile == 64 ? *to + other : other;
+                    const int at = warp_rows * me + ptx::lane_id();
+                    if (ptx::lane_id() < warp_rows) shared.delta[stage][half_rows * (rank() ^ 1) + at] = shared.received_delta[at];
                     __syncwarp();
                     if (ptx::lane_id() == 0) ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.delta_taken, rank() ^ 1));
                     ++exchanged;
                 }
-                if (keeps_delta(s, i)) {
+                if ((flags & owned) && keeps_delta(s, i)) {
                     float* kept = partial_delta(p, s.block + i);
 #pragma unroll
                     for (int r = 0; r < q_tile / 64; ++r) kept[static_cast<uint32_t>(own() + 64 * r)] = shared.delta[stage][own() + 64 * r];
@@ -593,8 +602,8 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
             // it costs a round trip to the L2 that the warpgroup of dq need not wait for.
             if (me == 1) {
                 raise(true);
-                leaving = (s.flags & raises) && i >= s.later_begin ? s.block + i : -1;
-                tiles = s.tile_end;
+                leaving = -1;
+                if ((flags & raises) && i >= s.later_begin) leaving = s.block + i, tiles = s.tile_end;
             }
         });
     if (me == 1) raise(true);
@@ -798,29 +807,35 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
     float dk[head_dim / 2], dv[head_dim / 2];          // 64 keys x head_dim
 
     // ---- products
-    // to += 64 rows of a * q_tile rows of b
-    const auto row_products = [&](float(&to)[q_tile / 2], const uint8_t* a_rows, const uint8_t* b_rows) {
+    // to (+)= 64 rows of a * q_tile rows of b
+    const auto row_products = [&](float(&to)[q_tile / 2], const uint8_t* a_rows, const uint8_t* b_rows, bool from_zero) {
         const uint64_t a = operand(a_rows), b = operand(b_rows);
         ptx::wgmma_fence();
 #pragma unroll
         for (int x = 0; x < head_dim / 16; ++x)
-            ptx::Wgmma<q_tile, T>::ss(to, ptx::advance(a, x / 4 * kv_chunk + x % 4 * 32), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), 1);
+            ptx::Wgmma<q_tile, T>::ss(to, ptx::advance(a, x / 4 * kv_chunk + x % 4 * 32), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), x != 0 || !from_zero);
         ptx::wgmma_commit();
     };
     // The value of each column (a query row): of 16 rows, a thread's are neighbours (place_of).
+    const auto of_rows = [&](float4(&to)[q_tile / 16], const float* values, int begin, int end) {
+#pragma unroll
+        for (int x = begin; x < end; ++x) to[x] = ptx::load_shared(values + 16 * x + 2 * column);
+    };
     const auto start_from = [&](float(&to)[q_tile / 2], const float* values) {
+        float4 of[q_tile / 16];
+        of_rows(of, values, 0, q_tile / 16);
 #pragma unroll
         for (int x = 0; x < q_tile / 16; ++x) {
-            const float4 f = ptx::load_shared(values + 16 * x + 2 * column);
+            const float4 f = of[x];
             to[8 * x] = to[8 * x + 2] = f.x, to[8 * x + 1] = to[8 * x + 3] = f.y;
             to[8 * x + 4] = to[8 * x + 6] = f.z, to[8 * x + 5] = to[8 * x + 7] = f.w;
         }
         ptx::wgmma_hold(to);  // in registers of their own before the fence
     };
     const auto scores = [&](uint32_t unit, uint32_t step) {
-        row_products(s, shared.k[stage_of(unit)] + me * 64 * 128, shared.q[stage_of(step)]);
+        row_products(s, shared.k[stage_of(unit)] + me * 64 * 128, shared.q[stage_of(step)], false);
     };
-    const auto score_gradients = [&](uint32_t step) { row_products(s, shared.v + me * 64 * 128, shared.d_o[stage_of(step)]); };
+    const auto score_gradients = [&](uint32_t step) { row_products(s, shared.v + me * 64 * 128, shared.d_o[stage_of(step)], delta_behind); };
     // to (+)= fragments (64 keys x q_tile) * rows (q_tile x head_dim)
     const auto accumulate = [&](float(&to)[head_dim / 2], const uint32_t(&fragments)[q_tile / 16][4], const uint8_t* rows, bool first) {
         const uint64_t b = operand(rows, q_chunk);
@@ -901,8 +916,12 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 keys_leave = false;
                 __syncwarp();
             }
-            wait_for(&shared.delta_full[stage], phase_of(step), &shared.v_full, unit & 1, &shared.do_full[stage], phase_of(step));
-            start_from(s, shared.delta[stage]);
+            if (delta_behind) {
+                wait_for(&shared.v_full, unit & 1, &shared.do_full[stage], phase_of(step));
+            } else {
+                wait_for(&shared.delta_full[stage], phase_of(step), &shared.v_full, unit & 1, &shared.do_full[stage], phase_of(step));
+                start_from(s, shared.delta[stage]);
+            }
             score_gradients(step);
             accumulate(dv, fragments, shared.d_o[stage], first);
             // Behind these products: where the segment ends, whether the next one is there, and what it is. One thread looks, so that all
@@ -918,8 +937,14 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 more = __shfl_sync(~0u, *known, 0);
                 if (more) fetch();
             }
+            float4 delta[q_tile / 16];
+            if (delta_behind) {
+                ptx::mbarrier_wait(&shared.delta_full[stage], phase_of(step));
+                of_rows(delta, shared.delta[stage], 0, q_tile / 32);
+            }
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(s);
+            if (delta_behind) of_rows(delta, shared.delta[stage], q_tile / 32, q_tile / 16);  // not all before: registers
             __syncwarp();
             if (lane == 0) {
                 ptx::mbarrier_arrive(&shared.do_empty[stage]);
@@ -931,7 +956,9 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 for (int r = 0; r < 4; ++r) {
                     // p as it entered dv, in 16 bits: holding it in fp32 until here would cost registers that are not there.
                     const float2 a = ptx::unpack<T>(fragments[x][r]);
-                    fragments[x][r] = ptx::pack<T>(a.x * s[8 * x + 2 * r], a.y * s[8 * x + 2 * r + 1]);
+                    float2 b{s[8 * x + 2 * r], s[8 * x + 2 * r + 1]};
+                    if (delta_behind) b.x += r < 2 ? delta[x].x : delta[x].z, b.y += r < 2 ? delta[x].y : delta[x].w;
+                    fragments[x][r] = ptx::pack<T>(a.x * b.x, a.y * b.y);
                 }
 
             // dk += ds^T q; behind it ds^T goes to the warpgroup of dq

@@ -48,7 +48,6 @@ constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 key
 constexpr int share = 16 * q_tile * 4;  // bytes of a step's dq that a warp has: 16 columns
 constexpr int added_stages = 8;
 constexpr int finishing_stages = 2;
-static_assert(share >= 16 * head_dim * 2, "dk and dv leave through a warp's share");
 
 enum : int { the_end = 1 };
 struct Tile {
@@ -71,16 +70,16 @@ struct alignas(16) Finished {
 struct SharedMemory {
     uint8_t k[kv_bytes], v[kv_bytes];
     uint8_t q[2][q_bytes], d_o[2][q_bytes];
-    uint8_t ds[ds_bytes];
+    uint8_t ds[2][ds_bytes];
     uint8_t finishing[2][finishing_stages][share];  // per warp that stores: sums on their way to dq, of 16 columns
-    uint8_t leaving[8][share];  // of a warp: its share of a step's dq as it lies in the registers; at the end of a tile its rows of dv and dk
+    uint8_t leaving[8][16 * 128];  // of a warp: at the end of a tile 64 columns of its rows of dk
     float lse[2][q_tile];       // -lse * log2(e), -inf: p is 0; at place_of(row)
     float delta[2][q_tile];     // -delta, likewise
     Tile tile[2];
     Finished taken[2];  // per warp that stores
     uint64_t tile_full[2], tile_empty[2];
     uint64_t k_full, k_empty, v_full, v_empty;
-    uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2], ds_empty;
+    uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2], ds_full[2], ds_empty[2];
     uint64_t added_full[added_stages], added_empty[added_stages];  // a step's dq is in the sums
     uint64_t finishing_full[2][finishing_stages];
 };
@@ -430,24 +429,14 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         ptx::wgmma_commit();
     };
     // dq^T = k^T ds^T
-    const auto query_gradients = [&] {
-        const uint64_t a = operand(shared.k + me * kv_chunk, kv_chunk), b = operand(shared.ds);
+    const auto query_gradients = [&](const uint8_t* ds) {
+        const uint64_t a = operand(shared.k + me * kv_chunk, kv_chunk), b = operand(ds);
         ptx::wgmma_fence();
 #pragma unroll
         for (int x = 0; x < keys / 16; ++x)
             ptx::Wgmma<q_tile, T, 1, 0>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x / 4 * q_chunk + x % 4 * 32), x != 0);
         ptx::wgmma_commit();
     };
-    // What left in a step is in the sums; `stores`: copies begun since.
-    const auto announce = [&](uint32_t n, auto stores) {
-        if (lane == 0) {
-            ptx::bulk_wait<decltype(stores)::value>();
-            ptx::mbarrier_wait(&shared.added_empty[n % added_stages], (n / added_stages & 1) ^ 1);
-            ptx::mbarrier_arrive(&shared.added_full[n % added_stages]);
-        }
-        __syncwarp();
-    };
-
     uint32_t step = 0;
     for (uint32_t tiles = 0;; ++tiles) {
         ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
@@ -462,8 +451,31 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         for (int x = 0; x < head_dim / 2; ++x) dk[x] = dv[x] = 0.0f;
         ptx::mbarrier_wait(&shared.k_full, tiles & 1);
         int block = first, left = (hi - lo) * p.group;
+        const int steps = left;
+        int before = 0;
         float4 of_rows[q_tile / 16];
-        bool leaves = false;
+        // dq of step n, the last one, leaves.
+        const auto leave_dq = [&](uint32_t n) {
+            if (!alone) {
+                float4* const own = reinterpret_cast<float4*>(block_at(p.partial, before) + (4 * me + warp) * share) + lane;
+#pragma unroll
+                for (int x = 0; x < q_tile / 8; ++x) ptx::add_l2(own + 32 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]});
+            } else {
+                const int done = block < hi - 1 ? block + 1 : lo, row = t.q_row + done * q_tile;  // without a mask: walked down, and round
+                const int head = t.kv_head * p.group + p.group - 1 - left / (hi - lo);
+                const Place place = place_in(p, row, head, min(t.q_len - done * q_tile, p.o_rows - row), own_row);
+#pragma unroll
+                for (int x = 0; x < q_tile / 8; ++x)
+                    store_columns(place, p.dq_row_bytes, 8 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
+            }
+            __syncwarp();
+            if (lane == 0) {
+                ptx::mbarrier_arrive(&shared.ds_empty[stage_of(n)]);
+                ptx::mbarrier_wait(&shared.added_empty[n % added_stages], (n / added_stages & 1) ^ 1);
+                ptx::mbarrier_arrive(&shared.added_full[n % added_stages]);
+            }
+            __syncwarp();
+        };
 #pragma unroll 1
         for (; left > 0; --left) {
             const int stage = stage_of(step);
@@ -522,56 +534,26 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 const float4 d = of_rows[x];
                 gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
             }
-            ptx::mbarrier_wait(&shared.ds_empty, (step & 1) ^ 1);
-            const uint32_t own_place = ptx::smem_address(shared.ds) + me * q_chunk +
+            if (left < steps) ptx::mbarrier_wait(&shared.ds_full[stage_of(step - 1)], phase_of(step - 1));
+            query_gradients(left < steps ? shared.ds[stage_of(step - 1)] : shared.k);
+            accumulate(dk, ds_fragments, shared.q[stage]);
+            ptx::mbarrier_wait(&shared.ds_empty[stage], phase_of(step) ^ 1);
+            const uint32_t own_place = ptx::smem_address(shared.ds[stage]) + me * q_chunk +
                                        opaque((lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2 ^ lane % 8) << 4));
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x)
                 ptx::stmatrix_trans_x4(own_place + x * 2048, ds_fragments[x][0], ds_fragments[x][1], ds_fragments[x][2], ds_fragments[x][3]);
             ptx::fence_async_shared();
-            ptx::named_barrier_sync(1, 256);  // ds is complete
-
-            query_gradients();
-            accumulate(dk, ds_fragments, shared.q[stage]);
-            if (leaves) {
-                announce(step - 1, std::integral_constant<int, 0>{});
-            } else {
-                if (lane == 0) ptx::bulk_wait_read<0>();  // of the tile before
-                __syncwarp();
-            }
-            leaves = true;
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(&shared.ds_full[stage]);
             ptx::wgmma_wait<2>();  // dv
-            if (lane == 0) {
-                ptx::mbarrier_arrive(&shared.do_empty[stage]);
-                if (left == 1) ptx::mbarrier_arrive(&shared.v_empty);
-            }
+            if (lane == 0) ptx::mbarrier_arrive(&shared.do_empty[stage]);
             ptx::wgmma_wait<1>();  // dq
             ptx::wgmma_hold(dq);
-            if (lane == 0) {
-                ptx::mbarrier_arrive(&shared.ds_empty);
-                if (left == 1) ptx::mbarrier_arrive(&shared.k_empty);
-            }
-
-            if (!alone) {
-                float4* const own = reinterpret_cast<float4*>(leaving) + lane;
-#pragma unroll
-                for (int x = 0; x < q_tile / 8; ++x) own[32 * x] = float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]};
-                ptx::fence_async_shared();
-                __syncwarp();
-                if (lane == 0) {
-                    ptx::bulk_reduce_add(reinterpret_cast<float*>(block_at(p.partial, sums) + (4 * me + warp) * share), leaving, share);
-                    ptx::bulk_commit();
-                }
-            } else {
-                const int row = t.q_row + block * q_tile;
-                const int head = t.kv_head * p.group + p.group - 1 - (left - 1) / (hi - lo);
-                const Place place = place_in(p, row, head, min(t.q_len - block * q_tile, p.o_rows - row), own_row);
-#pragma unroll
-                for (int x = 0; x < q_tile / 8; ++x)
-                    store_columns(place, p.dq_row_bytes, 8 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
-            }
+            if (left < steps) leave_dq(step - 1);
             ptx::wgmma_wait<0>();  // dk
             if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
+            before = sums;
             const int went = block > lo ? -1 : hi - 1 - lo;
             block += went, sums += went;
             if (block == first) sums += p.blocks;
@@ -579,36 +561,46 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         }
         ptx::wgmma_hold(dk);
         ptx::wgmma_hold(dv);
-        if (hi == lo && lane == 0) {
-            ptx::mbarrier_wait(&shared.v_full, tiles & 1);
-            ptx::mbarrier_arrive(&shared.k_empty);
-            ptx::mbarrier_arrive(&shared.v_empty);
-        }
-
-        // dk and dv leave, 16 rows of each, through what dq left through.
-        const int rows = min(16, t.kv_len - t.key0 - own_row), row = t.kv_row + t.key0 + own_row;
-        const auto leave = [&](const CUtensorMap* map, const float(&from)[head_dim / 2], float factor) {
-            if (lane == 0) ptx::bulk_wait_read<0>();
-            __syncwarp();
-            const uint32_t l = opaque(lane), own_place = ptx::smem_address(leaving) + l % 16 * 128;
+        // 16 rows of dv or dk leave, `width` columns of them from `first` on.
+        const auto leave = [&](const CUtensorMap* map, const float(&from)[head_dim / 2], float factor, auto first, auto width, uint8_t* to, int chunk) {
+            const uint32_t l = opaque(lane), own_place = ptx::smem_address(to) + l % 16 * 128;
+            constexpr int begin = decltype(first)::value / 8, end = begin + decltype(width)::value / 8;
 #pragma unroll
-            for (int x = 0; x < head_dim / 8; x += 2)
-                ptx::stmatrix_x4(own_place + x / 8 * 2048 + ((x % 8 + l / 16 ^ l % 8) << 4), ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
+            for (int x = begin; x < end; x += 2)
+                ptx::stmatrix_x4(own_place + (x - begin) / 8 * chunk + ((x % 8 + l / 16 ^ l % 8) << 4), ptx::pack<T>(from[4 * x] * factor, from[4 * x + 1] * factor),
                                  ptx::pack<T>(from[4 * x + 2] * factor, from[4 * x + 3] * factor),
                                  ptx::pack<T>(from[4 * x + 4] * factor, from[4 * x + 5] * factor),
                                  ptx::pack<T>(from[4 * x + 6] * factor, from[4 * x + 7] * factor));
             ptx::fence_async_shared();
             __syncwarp();
             if (lane == 0) {
+                const int rows = min(16, t.kv_len - t.key0 - own_row), row = t.kv_row + t.key0 + own_row;
 #pragma unroll
-                for (int x = 0; x < chunks; ++x)
-                    if (rows > 0) ptx::tma_store_rows(map, leaving + x * 2048, 64 * x, row, rows, t.kv_head, ptx::used_once());
+                for (int x = begin; x < end; x += 8)
+                    if (rows > 0) ptx::tma_store_rows(map, to + (x - begin) / 8 * chunk, 8 * x, row, rows, t.kv_head, ptx::used_once());
                 ptx::bulk_commit();
             }
         };
-        leave(map_dv, dv, 1.0f);
-        if (leaves) announce(step - 1, std::integral_constant<int, 1>{});
-        leave(map_dk, dk, p.scale);
+        using std::integral_constant;
+        if (hi == lo) ptx::mbarrier_wait(&shared.v_full, tiles & 1);
+        // dv leaves through the warp's rows of v, dk through its own place.
+        ptx::named_barrier_sync(1 + me, 128);  // all of the consumer's warps have read v
+        leave(map_dv, dv, 1.0f, integral_constant<int, 0>{}, integral_constant<int, head_dim>{}, shared.v + own_row * 128, kv_chunk);
+        if (hi > lo) ptx::mbarrier_wait(&shared.ds_full[stage_of(step - 1)], phase_of(step - 1));
+        query_gradients(hi > lo ? shared.ds[stage_of(step - 1)] : shared.k);
+        if (lane == 0) {
+            ptx::bulk_wait_read<0>();
+            ptx::mbarrier_arrive(&shared.v_empty);
+        }
+        __syncwarp();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_hold(dq);
+        if (lane == 0) ptx::mbarrier_arrive(&shared.k_empty);
+        if (hi > lo) leave_dq(step - 1);
+        leave(map_dk, dk, p.scale, integral_constant<int, 0>{}, integral_constant<int, 64>{}, leaving, 0);
+        if (lane == 0) ptx::bulk_wait_read<0>();
+        __syncwarp();
+        leave(map_dk, dk, p.scale, integral_constant<int, 64>{}, integral_constant<int, 64>{}, leaving, 0);
         if (lane == 0) ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
     }
     if (lane == 0) ptx::bulk_wait<0>();
@@ -642,11 +634,12 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
             ptx::mbarrier_init(&shared.do_full[i], 1);
             ptx::mbarrier_init(&shared.q_empty[i], 8);
             ptx::mbarrier_init(&shared.do_empty[i], 8);
+            ptx::mbarrier_init(&shared.ds_full[i], 8);
+            ptx::mbarrier_init(&shared.ds_empty[i], 8);
         }
         ptx::mbarrier_init(&shared.k_full, 1);
         ptx::mbarrier_init(&shared.k_empty, 8);
         for (int i = 0; i < 2 * finishing_stages; ++i) ptx::mbarrier_init(&shared.finishing_full[0][0] + i, 1);
-        ptx::mbarrier_init(&shared.ds_empty, 8);
         ptx::mbarrier_init(&shared.v_full, 1);
         ptx::mbarrier_init(&shared.v_empty, 8);
         ptx::mbarrier_init_fence();

@@ -25,7 +25,14 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* bar, uint32_t parity
                  : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
     return done != 0;
 }
-// Whether all three have completed theirs.
+// Whether all have completed theirs.
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* a, uint32_t phase_a, uint64_t* b, uint32_t phase_b) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p, q;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 q, [%3], %4;\nand.pred p, p, q;\nselp.u32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done) : "r"(smem_address(a)), "r"(phase_a), "r"(smem_address(b)), "r"(phase_b) : "memory");
+    return done != 0;
+}
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* a, uint32_t phase_a, uint64_t* b, uint32_t phase_b, uint64_t* c, uint32_t phase_c) {
     uint32_t done;
     asm volatile("{\n.reg .pred p, q, r;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"

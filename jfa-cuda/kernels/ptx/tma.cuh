@@ -40,10 +40,6 @@ __device__ __forceinline__ void bulk_load(void* smem, const void* global, uint32
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(smem_address(smem)), "l"(global), "r"(bytes), "r"(smem_address(bar)) : "memory");
 }
-// global[i] += smem[i], at the L2, `bytes` of floats (a multiple of 16).
-__device__ __forceinline__ void bulk_reduce_add(float* global, const void* smem, uint32_t bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(smem_address(smem)), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most `pending` groups still read their shared memory.
 template <int pending>
