@@ -6,16 +6,18 @@
 //               add to different sums at a time, and each is the last one to add to some
 //   products    s^T = k q^T, dp^T = v do^T, dv += p^T do, dk += ds^T q, dq^T = k^T ds^T; p^T and ds^T never leave the registers as left
 //               operands, ds goes to shared memory once for dq. lse and delta come from backward_prepare.cu
-//   dq          leaves through shared memory and is added at the L2 in fp32 by the copy engine. Who adds last to a row block, by a counter,
-//               takes the sum and stores dq. A sequence of one tile needs no sum: dq leaves straight from the registers
+//   dq          is multiplied a step late, when the other consumer's ds has come, and added at the L2 in fp32 straight from the registers, 16
+//               bytes a reduction. Who adds last to a row block, by a counter, takes the sum and stores dq. A sequence of one tile needs no
+//               sum: its dq is stored
 //   zeros       are written where sums begin about a hundred items before their tiles come, not for all rows before all tiles: so they stay in
 //               the L2, and so do the sums, which are thrown away once they are stored. Who takes item i zeroes its share of the sequence of
 //               item i + lead; who comes to a row block that nobody has begun to zero does it itself, hence no wait can be endless
 //   roles       producer warpgroup: warp 0 takes items and loads; warp 1 zeroes, counts additions and lists finished row blocks; warps 2
 //               and 3 store what is listed by any CTA: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64
-//               keys each; for dq each has half the columns and needs the other's ds, hence one barrier between them in a step
-//   overlap     dp^T runs behind the exponentials, dv behind ds and its way to shared memory, dk behind dq's way out. Rows of 80, not 64: products
-//               of 64 x 64 take all of shared memory's bandwidth and everything else waits for them (docs/performance.md)
+//               keys each; for dq each has half the columns of all keys. They meet in nothing but ds, which has two stages
+//   overlap     dp^T runs behind the exponentials, dv behind ds; dq of the step before and dk behind ds' way to shared memory and dq's way out.
+//               dv leaves through v, dk through a place of its own. Rows of 80, not 64: products of 64 x 64 take all of shared memory's
+//               bandwidth and everything else waits for them (docs/performance.md)
 //   registers   consumers 240, the producer warpgroup 24
 #include <type_traits>
 #include "ptx/barrier.cuh"
@@ -117,7 +119,6 @@ __device__ __forceinline__ void zero_sums(const JfaBackwardParams& p, int block)
     float4* const sums = reinterpret_cast<float4*>(block_at(p.partial, block));
 #pragma unroll 4
     for (int x = lane; x < sums_bytes / 16; x += lanes) ptx::store_l2(sums + x, float4{0.0f, 0.0f, 0.0f, 0.0f});
-    ptx::fence_async_global();  // the copy engine adds to them
     if (lanes > 1) __syncwarp();
     if (lane == 0) ptx::store_release(state_of(p, block), zeroed);
 }
@@ -233,7 +234,6 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                 if (t.kv_len > keys) {
                     for (int state = ptx::load_acquire(state_of(p, block)); state != zeroed; state = ptx::load_acquire(state_of(p, block)))
                         if (state == unzeroed) zero_sums<1>(p, block);
-                    ptx::fence_async_global();
                 }
                 ptx::mbarrier_wait(&shared.q_empty[stage], free);
                 ptx::mbarrier_arrive_expect_tx(&shared.q_full[stage], q_bytes + sizeof(shared.lse[0]));
