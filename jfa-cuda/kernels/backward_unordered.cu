@@ -261,7 +261,8 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         // A tile that no row sees has no steps, but its turn of k and v.
         if (first) {
             ptx::mbarrier_wait(&shared.k_empty, (tiles & 1) ^ 1);
-            ptx::mbarrier_arrive(&shared.k_full);
+            ptx::mbarrier_arrive_expect_tx(&shared.k_full, kv_bytes);
+            load_once(map_k, &shared.k_full, shared.k);  // a product whose result nobody takes reads it
             ptx::mbarrier_wait(&shared.v_empty, (tiles & 1) ^ 1);
             ptx::mbarrier_arrive(&shared.v_full);
         }
