@@ -146,6 +146,9 @@ fn roomy(c: &mut Collector, dtype: DType, dim: i64, caps: &Capabilities) {
     let blind = Scenario::cross(dtype, dim, &[600, 400], &[200, 20]);
     conform(false, "rows-that-see-nothing", masked(blind.clone(), Mask::Causal(Alignment::BottomRight)));
     conform(false, "window-past-the-keys", masked(blind, window(5, 0, Alignment::TopLeft)));
+    // Tiles of keys without a row, as the first and the only ones that a block works on.
+    let unseen = Scenario::cross(dtype, dim, &[20, 0, 70], &[700, 300, 400]);
+    conform(true, "keys-that-nothing-sees", masked(unseen, Mask::Causal(Alignment::TopLeft)));
 
     let dims = [(32, 32), (64, 64), (72, 72), (96, 96), (64, 128), (128, 40)];
     for (d, dv) in dims.into_iter().filter(|(d, dv)| (*d, *dv) != (dim, dim) && (d == dv || caps.unequal_head_dims)) {
