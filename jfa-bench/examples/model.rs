@@ -64,6 +64,11 @@ fn main() -> Result<()> {
         let scenario =
             Scenario::cross(DType::BF16, shape.head_dim, &lens(&shape.q_lens), &lens(&shape.kv_lens)).with(|s| {
                 (s.heads_q, s.heads_kv, s.mask) = (group, 1, shape.mask);
+                // Capacities with the workload's mean: a backend may choose by them.
+                let rows: i64 = s.q_lens.iter().sum();
+                let mean = shape.q_lens.iter().sum::<i64>() as f64 / batch as f64;
+                s.placement.tail = ((mean * count as f64) as i64 - rows).max(0);
+                s.placement.spare_batch = ((rows as f64 / mean) as i64 - count as i64).max(0);
             });
         let part: f64 = chosen.iter().map(|b| shape.pairs_of(*b)).sum::<f64>() * group as f64;
         let scale = shape.pairs() * shape.heads_q as f64 / part;
