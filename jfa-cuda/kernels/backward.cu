@@ -10,8 +10,8 @@
 //   roles       producer warpgroup: warp 0: schedule and TMA; warps 1, 2: delta = rowsum(o * do), once per block of rows; warp 3: lse,
 //               waits for flags, asks for the next item. Warpgroup of dq. Two consumer warpgroups of 64 keys each, which go their own
 //               ways: they meet nobody but through barriers of buffers
-//   delta       of a pair, each CTA multiplies half of the rows of o do^T and sends what it has to its neighbour. The two warps bound a step
-//               before they had little else to do in it (docs/performance.md): what a segment says they read once
+//   delta       of a pair, each CTA multiplies half of the rows of o do^T and sends what it has to its neighbour. Whatever is added to these
+//               two warps' work in a step, the step waits for (docs/performance.md)
 //   dq          a step's dq is multiplied in two halves (32 registers). Of a pair, each CTA sends one half to its neighbour, multiplies the
 //               other and adds what the neighbour sends. Where the pass has all keys of the sequence it leaves for good; else the
 //               first pass leaves its share in `partial` (L2), the others add theirs there, the last one takes the sum along and
