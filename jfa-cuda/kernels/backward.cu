@@ -557,8 +557,10 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
                         for (int k = 0; k < head_dim / 16; k += 2) {
                             uint32_t a[2][4], b[2][4];  // two at a time: a load takes 150 cycles beside the consumers' products
 #pragma unroll
-                            for (int j = 0; j < 2; ++j)
-                                ptx::ldmatrix_x4(a[j], (o ^ 32 * ((k + j) % 4)) + k / 4 * half_chunk), ptx::ldmatrix_x4(b[j], (d_o ^ 32 * ((k + j) % 4)) + k / 4 * q_chunk);
+                            for (int j = 0; j < 2; ++j) {
+                                ptx::ldmatrix_x4(a[j], (o ^ 32 * ((k + j) % 4)) + k / 4 * half_chunk);
+                                ptx::ldmatrix_x4(b[j], (d_o ^ 32 * ((k + j) % 4)) + k / 4 * q_chunk);
+                            }
 #pragma unroll
                             for (int j = 0; j < 2; ++j) ptx::mma_16x8x16<T>(low, a[j], b[j][0], b[j][1]), ptx::mma_16x8x16<T>(high, a[j], b[j][2], b[j][3]);
                         }
@@ -907,7 +909,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 #pragma unroll
                 for (int r = 0; r < 4; ++r) fragments[x][r] = ptx::pack<T>(s[8 * x + 2 * r], s[8 * x + 2 * r + 1]);
 
-            // dp^T = v do^T - delta, dv += p^T do, then ds^T = p^T (dp^T - delta)
+            // dp^T = v do^T (less delta, unless that comes behind), dv += p^T do, then ds^T = p^T (dp^T - delta)
             if (keys_leave) {  // through k and ds^T: given back early, where tiles have few steps the next keys wait for it
                 if (lane == 0) {
                     ptx::bulk_wait_read<0>();

@@ -535,6 +535,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 const float4 d = of_rows[x];
                 gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
             }
+            // dq of the step before; in a tile's first step a product whose result nobody takes, since behind a branch it would serialize all.
             if (left < steps) ptx::mbarrier_wait(&shared.ds_full[stage_of(step - 1)], phase_of(step - 1));
             query_gradients(left < steps ? shared.ds[stage_of(step - 1)] : shared.k);
             accumulate(dk, ds_fragments, shared.q[stage]);
