@@ -6,15 +6,14 @@
 //               add to different sums at a time, and each is the last one to add to some
 //   products    s^T = k q^T, dp^T = v do^T, dv += p^T do, dk += ds^T q, dq^T = k^T ds^T; p^T and ds^T never leave the registers as left
 //               operands, ds goes to shared memory once for dq. lse and delta come from backward_prepare.cu
-//   dq          is multiplied a step late, when the other consumer's ds has come, and added at the L2 in fp32 straight from the registers, 16
-//               bytes a reduction. Who adds last to a row block, by a counter, takes the sum and stores dq. A sequence of one tile needs no
-//               sum: its dq is stored
-//   zeros       are written where sums begin about a hundred items before their tiles come, not for all rows before all tiles: so they stay in
-//               the L2, and so do the sums, which are thrown away once they are stored. Who takes item i zeroes its share of the sequence of
-//               item i + lead; who comes to a row block that nobody has begun to zero does it itself, hence no wait can be endless
-//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 zeroes, counts additions and lists finished row blocks; warps 2
-//               and 3 store what is listed by any CTA: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64
-//               keys each; for dq each has half the columns of all keys. They meet in nothing but ds, which has two stages
+//   dq          is multiplied a step late, when the other consumer's ds has come, and goes straight from the registers to fp32 sums in the L2,
+//               16 bytes at a time. Who comes first to a row block stores, the others add; who adds last hands the sum to a warp that stores
+//               dq. So nobody writes zeros, and sums stay in the L2 until they are thrown away. A sequence of one tile needs no sum
+//   turns       a CTA claims a turn at a row block a step before it adds, and is counted there when it has: two halves of a counter. Whoever
+//               comes second waits until somebody is counted. Who is first waits for nobody, so no wait can be endless
+//   roles       producer warpgroup: warp 0 takes items and loads; warp 1 claims, counts and lists finished row blocks; warps 2 and 3 store
+//               what is listed by any CTA: a tile may finish all of its row blocks, others none. Two consumer warpgroups of 64 keys
+//               each; for dq each has half the columns of all keys. They meet in nothing but ds, which has two stages
 //   overlap     dp^T runs behind the exponentials, dv behind ds; dq of the step before and dk behind ds' way to shared memory and dq's way out.
 //               dv leaves through v, dk through a place of its own. Rows of 80, not 64: products of 64 x 64 take all of shared memory's
 //               bandwidth and everything else waits for them (docs/performance.md)
@@ -48,25 +47,39 @@ constexpr int kv_bytes = chunks * kv_chunk;
 constexpr int q_bytes = chunks * q_chunk;
 constexpr int ds_bytes = 2 * q_chunk;  // rows are query rows; a chunk of 64 keys per consumer
 constexpr int share = 16 * q_tile * 4;  // bytes of a step's dq that a warp has: 16 columns
-constexpr int added_stages = 8;
+constexpr int turn_stages = 8;
 constexpr int finishing_stages = 2;
 
-enum : int { the_end = 1 };
+// Of a tile its stage, whether it is none but the end, and whether its dq goes to sums; of a step the same, and whether it is its item's last one.
+enum : int { second_stage = 1, the_end = 2, summed = 4, ends_item = 8 };
 struct Tile {
     int flags;
-    int item;
     int lo, hi, first;       // row blocks, walked from `first` down to lo and then from hi - 1 down
-    int q_row, o_row, q_len;
+    int q_row, q_len;        // rows of q, o and do alike: the query is not broadcast
     int kv_row, kv_len, key0;
     int kv_head;
     int block;               // row block 0 in a head
     int whole_lo, whole_hi;  // of these row blocks no mask cuts anything
 };
 
+// What a step does with its dq: it is first at the row block and stores, or adds, or adds once the first one is counted.
+enum : int { adds, begins, waits };
+struct alignas(16) Turn {
+    int block;   // the row block among all; -1: there is no further step
+    int number;  // in its sequence
+    int flags;
+    int dq;
+};
+
 // A row block of which nothing more comes.
 struct alignas(16) Finished {
     int block;  // among all, and 1: 0 is nothing yet
     int head, q_row, rows;
+};
+
+// Where the thread that takes items is: not in registers, which are scarce there.
+struct Progress {
+    uint32_t items, item, tiles, step;
 };
 
 struct SharedMemory {
@@ -79,15 +92,18 @@ struct SharedMemory {
     float delta[2][q_tile];     // -delta, likewise
     Tile tile[2];
     Finished taken[2];  // per warp that stores
+    Turn turns[turn_stages];
+    Progress progress;
     uint64_t tile_full[2], tile_empty[2];
     uint64_t k_full, k_empty, v_full, v_empty;
     uint64_t q_full[2], q_empty[2], do_full[2], do_empty[2], ds_full[2], ds_empty[2];
-    uint64_t added_full[added_stages], added_empty[added_stages];  // a step's dq is in the sums
+    uint64_t turn_known[turn_stages];                    // but for `dq`
+    uint64_t admitted[turn_stages], added[turn_stages];  // a step's dq may go, has gone to the sums
     uint64_t finishing_full[2][finishing_stages];
 };
 static_assert(sizeof(SharedMemory) <= 232448, "shared memory of a CTA");
 
-// Words of `control`; then per row block the number of tiles that have added to it, then whether its sums are zero, then the list of finished ones.
+// Words of `control`; then per row block its turns, then the list of finished ones.
 enum : int { next_item = 0, done_items = 1, listed_blocks = 2, taken_blocks = 3, counters = 32 };
 __device__ __forceinline__ int row_blocks(const JfaBackwardParams& p) { return p.heads_kv * p.group * p.blocks; }
 __device__ __forceinline__ Finished* finished_list(const JfaBackwardParams& p) {
@@ -104,173 +120,129 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
 __device__ __forceinline__ int stage_of(uint32_t n) { return n & 1; }
 __device__ __forceinline__ uint32_t phase_of(uint32_t n) { return (n >> 1) & 1; }
 
-// ------------------------------------------------------------------------------------------------------------------- zeros
-enum : int { unzeroed, being_zeroed, zeroed };
-__device__ __forceinline__ int* state_of(const JfaBackwardParams& p, int block) { return p.control + counters + row_blocks(p) + block; }
-
-// The sums of a row block become zero, unless somebody has begun that. By a warp, or by one thread.
-template <int lanes>
-__device__ __forceinline__ void zero_sums(const JfaBackwardParams& p, int block) {
-    const int lane = lanes == 1 ? 0 : ptx::lane_id();
-    int before = 0;
-    if (lane == 0) before = atomicCAS(state_of(p, block), unzeroed, being_zeroed);
-    if (lanes > 1) before = __shfl_sync(~0u, before, 0);
-    if (before != unzeroed) return;
-    float4* const sums = reinterpret_cast<float4*>(block_at(p.partial, block));
-#pragma unroll 4
-    for (int x = lane; x < sums_bytes / 16; x += lanes) ptx::store_l2(sums + x, float4{0.0f, 0.0f, 0.0f, 0.0f});
-    if (lanes > 1) __syncwarp();
-    if (lane == 0) ptx::store_release(state_of(p, block), zeroed);
+// Of a row block: in the lower half how many steps have claimed a turn, in the upper one how many are in the sums.
+__device__ __forceinline__ unsigned long long* turns_of(const JfaBackwardParams& p, int block) {
+    return reinterpret_cast<unsigned long long*>(p.control + counters) + block;
 }
-
-// Item i: a unit and a key/value head. The tiles of a sequence and head are items one after another.
-struct Item {
-    JfaSequence sequence;
-    int unit_sequence, tile, tiles, kv_head;
-};
-__device__ __forceinline__ Item item_of(const JfaBackwardParams& p, uint32_t i) {
-    Item item;
-    const uint32_t place = i / p.heads_kv;  // in the list; of this sequence's units some one, since they are neighbours there
-    const JfaUnit unit = p.units[place];
-    item.unit_sequence = unit.sequence;
-    item.sequence = p.sequences[unit.sequence];
-    item.tiles = max(1, (item.sequence.kv_len + keys - 1) / keys);
-    const uint32_t first = (place - max(0, unit.first) / keys) * p.heads_kv;
-    item.kv_head = (i - first) / item.tiles;
-    item.tile = (i - first) % item.tiles;
-    return item;
-}
-
-// What is to be zeroed for an item: of the n row blocks of a sequence of T tiles those where tile t begins, [n - n (t + 1) / T, n - n t / T).
-struct Share {
-    int head, block;   // of the first query head, its first row block
-    int width, count;  // row blocks of a head, of all heads
-};
-__device__ __forceinline__ Share share_of(const JfaBackwardParams& p, uint32_t item) {
-    Share share{0, 0, 1, 0};
-    if (item >= static_cast<uint32_t>(p.header->backward_units) * static_cast<uint32_t>(p.heads_kv)) return share;
-    const Item it = item_of(p, item);
-    if (it.sequence.kv_len <= keys) return share;
-    const long long blocks = (it.sequence.q_len + q_tile - 1) / q_tile;
-    const int from = static_cast<int>(blocks - blocks * (it.tile + 1) / it.tiles);
-    share.head = it.kv_head * p.group;
-    share.block = first_block(it.sequence.o_row, it.unit_sequence) + from;
-    share.width = static_cast<int>(blocks - blocks * it.tile / it.tiles) - from;
-    share.count = share.width * p.group;
-    return share;
-}
-__device__ __forceinline__ void zero_for(const JfaBackwardParams& p, uint32_t item) {
-    const Share share = share_of(p, item);
-    for (int n = 0; n < share.count; ++n) zero_sums<32>(p, (share.head + n / share.width) * p.blocks + share.block + n % share.width);
-}
-// How many items ahead: as many as the first, longest sequence has, so that its row blocks are zero when its tiles come to them, and some that
-// begin meanwhile. More would push the sums in use out of the L2.
-__device__ __forceinline__ uint32_t lead_of(const JfaBackwardParams& p) {
-    const int tiles = p.header->backward_units ? (p.sequences[p.units[0].sequence].kv_len + keys - 1) / keys : 0;
-    return 64 + min(tiles * p.heads_kv, 128);
-}
-// Of the first items, dealt to three warps of every CTA.
-__device__ __forceinline__ void zero_first(const JfaBackwardParams& p, int me) {
-    const uint32_t lead = lead_of(p);
-    for (uint32_t item = blockIdx.x + gridDim.x * me; item < lead; item += 3 * gridDim.x) zero_for(p, item);
-}
+constexpr unsigned long long one_claim = 1, one_added = 1ull << 32;
 
 // ---------------------------------------------------------------------------------------------------------------- producer
 // The first row block from row x on.
 constexpr int all_blocks = 1 << 25;
+__device__ __forceinline__ int tiles_of(int kv_len) { return max(1, kv_len / keys + (kv_len % keys != 0)); }
 __device__ __forceinline__ int block_from(long long x) { return x <= 0 ? 0 : static_cast<int>(min((x + q_tile - 1) / q_tile, 1ll * all_blocks)); }
 
-__device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, const Item& it, uint32_t item) {
-    const JfaSequence& s = it.sequence;
-    const int key0 = it.tile * keys, shift = diagonal_shift(p.mask, s.q_len, s.kv_len), end = min(key0 + keys, s.kv_len);
-    const int row_lo = first_row(p.mask, key0, shift), row_hi = min(s.q_len, end_row(p.mask, end - 1, shift, s.q_len));
+// Item i: a unit and a key/value head. The tiles of a sequence and head are items one after another. Registers are scarce: what is known goes to
+// shared memory and is read again, and nothing that follows from the mask is worked out ahead of the producer's loop and kept.
+__device__ __forceinline__ void fill_tile(Tile& t, const JfaBackwardParams& p, uint32_t i, int stage) {
+    {
+        const uint32_t place = i / p.heads_kv;  // in the list; of this sequence's units some one, since they are neighbours there
+        const JfaUnit unit = p.units[place];
+        const JfaSequence& s = p.sequences[unit.sequence];
+        const int kv_len = s.kv_len, tiles = tiles_of(kv_len);
+        const uint32_t n = i - (place - max(0, unit.first) / keys) * p.heads_kv;
+        t.flags = stage * second_stage + (kv_len > keys) * summed;
+        t.kv_head = n / tiles;
+        t.key0 = n % tiles * keys;
+        t.kv_row = s.kv_row, t.kv_len = kv_len;
+        t.q_row = s.q_row, t.q_len = s.q_len;
+        t.block = first_block(s.o_row, unit.sequence);
+    }
+    asm volatile("" ::: "memory");
+    JfaMask mask = p.mask;
+    mask.left = opaque(mask.left), mask.right = opaque(mask.right);
+    const int q_len = t.q_len, kv_len = t.kv_len, key0 = t.key0, shift = diagonal_shift(mask, q_len, kv_len), end = min(key0 + keys, kv_len);
+    const int row_lo = first_row(mask, key0, shift), row_hi = min(q_len, end_row(mask, end - 1, shift, q_len));
     const bool empty = end <= key0 || row_lo >= row_hi;
-    t.flags = 0;
-    t.item = item;
-    t.lo = empty ? 0 : row_lo / q_tile;
-    t.hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
-    // Under a mask tiles have different rows anyway.
-    const bool goes_round = p.mask.left < 0 && p.mask.right < 0;
-    t.first = t.hi - 1 - (goes_round ? static_cast<int>(static_cast<long long>(t.hi) * it.tile / it.tiles) : 0);
-    t.q_row = s.q_row, t.o_row = s.o_row, t.q_len = s.q_len;
-    t.kv_row = s.kv_row, t.kv_len = s.kv_len, t.key0 = key0;
-    t.kv_head = it.kv_head;
-    t.block = first_block(s.o_row, it.unit_sequence);
+    const int lo = empty ? 0 : row_lo / q_tile, hi = empty ? 0 : (row_hi + q_tile - 1) / q_tile;
+    t.lo = lo, t.hi = hi;
+    // The tiles of a sequence begin at different blocks.
+    const float before = static_cast<float>(key0 / keys) / static_cast<float>(tiles_of(kv_len));
+    t.first = hi - 1 - min(max(0, hi - lo - 1), static_cast<int>(static_cast<float>(hi - lo) * before));
     // Row r sees keys r + shift - left .. r + shift + right.
-    t.whole_hi = p.mask.left < 0 ? all_blocks : block_from(key0 - 1ll * shift + p.mask.left - q_tile + 2);
-    t.whole_lo = s.kv_len < key0 + keys ? all_blocks : p.mask.right < 0 ? 0 : block_from(key0 + keys - 1ll * shift - p.mask.right - 1);
+    t.whole_hi = mask.left < 0 ? all_blocks : block_from(key0 - 1ll * shift + mask.left - q_tile + 2);
+    t.whole_lo = kv_len < key0 + keys ? all_blocks : mask.right < 0 ? 0 : block_from(key0 + keys - 1ll * shift - mask.right - 1);
 }
 
 __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_q, const CUtensorMap* map_k,
                         const CUtensorMap* map_v, const CUtensorMap* map_do) {
-    const uint32_t items = static_cast<uint32_t>(p.header->backward_units) * static_cast<uint32_t>(p.heads_kv);
+    // Behind products an access takes 300 cycles: what every step needs is in registers.
+    volatile Progress& at = shared.progress;
+    at.items = static_cast<uint32_t>(p.header->backward_units) * static_cast<uint32_t>(p.heads_kv);
+    at.tiles = at.step = 0;
+    at.item = ptx::atomic_add(p.control + next_item, 1);
     const auto load = [&](const CUtensorMap* map, uint64_t* barrier, uint8_t* to, int tile_rows, int row, int rows, int head) {
 #pragma unroll
         for (int x = 0; x < chunks; ++x) ptx::tma_load_rows(map, barrier, to + x * tile_rows * 128, 64 * x, row, max(0, min(tile_rows, rows)), head);
     };
-    uint32_t tiles = 0, step = 0;
-    uint32_t item = ptx::atomic_add(p.control + next_item, 1);
-    for (; item < items; ++tiles) {
-        const Item it = item_of(p, item);
-        ptx::mbarrier_wait(&shared.tile_empty[stage_of(tiles)], phase_of(tiles) ^ 1);
-        Tile& t = shared.tile[stage_of(tiles)];
-        fill_tile(t, p, it, item);
-        ptx::mbarrier_arrive(&shared.tile_full[stage_of(tiles)]);
+    for (;;) {
+        if (at.item >= at.items) break;
+        ptx::mbarrier_wait(&shared.tile_empty[stage_of(at.tiles)], phase_of(at.tiles) ^ 1);
+        Tile& t = shared.tile[stage_of(at.tiles)];
+        fill_tile(t, p, at.item, stage_of(at.tiles));
+        ptx::mbarrier_arrive(&shared.tile_full[stage_of(at.tiles)]);
         const auto load_once = [&](const CUtensorMap* map, uint64_t* barrier, uint8_t* to) {
 #pragma unroll
             for (int x = 0; x < chunks; ++x)
                 ptx::tma_load_rows(map, barrier, to + x * kv_chunk, 64 * x, t.kv_row + t.key0, max(0, min(keys, t.kv_len - t.key0)), t.kv_head, ptx::used_once());
         };
+        uint32_t step = at.step;
         bool first = true, drawn = false;
 #pragma unroll 1
         for (int member = 0; member < p.group; ++member) {
-            const int head = t.kv_head * p.group + member, blocks = t.hi - t.lo;
+            const int head = t.kv_head * p.group + member;
 #pragma unroll 1
-            for (int n = 0, i = t.first; n < blocks; ++n, ++step, i = i > t.lo ? i - 1 : t.hi - 1) {
+            for (int i = t.first, left = t.hi - t.lo; left > 0; --left, ++step, i = i > t.lo ? i - 1 : t.hi - 1) {
                 const int stage = stage_of(step), row = i * q_tile, rows = t.q_len - row;
                 const uint32_t free = phase_of(step) ^ 1;
                 const int block = head * p.blocks + t.block + i;
-                const char* starts = block_at(p.partial, block) + sums_bytes;
-                if (t.kv_len > keys) {
-                    for (int state = ptx::load_acquire(state_of(p, block)); state != zeroed; state = ptx::load_acquire(state_of(p, block)))
-                        if (state == unzeroed) zero_sums<1>(p, block);
-                }
+                const auto starts = [&] { return block_at(p.partial, opaque(block)) + sums_bytes; };
+                const int tensor_row = t.q_row + row;
+                const bool ends = left == 1 && member == p.group - 1;
+                shared.turns[step % turn_stages] = {block, i, t.flags + ends * ends_item, adds};
+                ptx::mbarrier_arrive(&shared.turn_known[step % turn_stages]);
                 ptx::mbarrier_wait(&shared.q_empty[stage], free);
                 ptx::mbarrier_arrive_expect_tx(&shared.q_full[stage], q_bytes + sizeof(shared.lse[0]));
-                ptx::bulk_load(shared.lse[stage], starts, sizeof(shared.lse[0]), &shared.q_full[stage]);
-                load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, t.q_row + row, rows, head);
+                ptx::bulk_load(shared.lse[stage], starts(), sizeof(shared.lse[0]), &shared.q_full[stage]);
+                load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, tensor_row, rows, head);
                 if (first) {
-                    ptx::mbarrier_wait(&shared.k_empty, (tiles & 1) ^ 1);
+                    ptx::mbarrier_wait(&shared.k_empty, (at.tiles & 1) ^ 1);
                     ptx::mbarrier_arrive_expect_tx(&shared.k_full, kv_bytes);
                     load_once(map_k, &shared.k_full, shared.k);
                 }
                 ptx::mbarrier_wait(&shared.do_empty[stage], free);
                 ptx::mbarrier_arrive_expect_tx(&shared.do_full[stage], q_bytes + sizeof(shared.delta[0]));
-                ptx::bulk_load(shared.delta[stage], starts + sizeof(shared.lse[0]), sizeof(shared.delta[0]), &shared.do_full[stage]);
-                load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, t.o_row + row, rows, head);
+                ptx::bulk_load(shared.delta[stage], starts() + sizeof(shared.lse[0]), sizeof(shared.delta[0]), &shared.do_full[stage]);
+                load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, tensor_row, rows, head);
                 if (first) {
-                    ptx::mbarrier_wait(&shared.v_empty, (tiles & 1) ^ 1);
+                    ptx::mbarrier_wait(&shared.v_empty, (at.tiles & 1) ^ 1);
                     ptx::mbarrier_arrive_expect_tx(&shared.v_full, kv_bytes);
                     load_once(map_v, &shared.v_full, shared.v);
                     first = false;
                 }
                 // Not before the last steps: what is drawn early waits behind this tile while others have nothing to do.
-                if (!drawn && member == p.group - 1 && n + 2 >= blocks) item = ptx::atomic_add(p.control + next_item, 1), drawn = true;
+                if (!drawn && member == p.group - 1 && left <= 2) at.item = ptx::atomic_add(p.control + next_item, 1), drawn = true;
             }
         }
         // A tile that no row sees has no steps, but its turn of k and v.
         if (first) {
-            ptx::mbarrier_wait(&shared.k_empty, (tiles & 1) ^ 1);
+            ptx::atomic_add(p.control + done_items, 1);
+            ptx::mbarrier_arrive(&shared.tile_empty[stage_of(at.tiles)]);  // for the warp that counts
+            ptx::mbarrier_wait(&shared.k_empty, (at.tiles & 1) ^ 1);
             ptx::mbarrier_arrive_expect_tx(&shared.k_full, kv_bytes);
             load_once(map_k, &shared.k_full, shared.k);  // a product whose result nobody takes reads it
-            ptx::mbarrier_wait(&shared.v_empty, (tiles & 1) ^ 1);
+            ptx::mbarrier_wait(&shared.v_empty, (at.tiles & 1) ^ 1);
             ptx::mbarrier_arrive(&shared.v_full);
         }
-        if (!drawn) item = ptx::atomic_add(p.control + next_item, 1);
+        if (!drawn) at.item = ptx::atomic_add(p.control + next_item, 1);
+        at.step = step, at.tiles = at.tiles + 1;
     }
+    const uint32_t tiles = at.tiles, step = at.step;
     ptx::mbarrier_wait(&shared.tile_empty[stage_of(tiles)], phase_of(tiles) ^ 1);
     shared.tile[stage_of(tiles)].flags = the_end;
     ptx::mbarrier_arrive(&shared.tile_full[stage_of(tiles)]);
+    shared.turns[step % turn_stages] = {-1, 0, 0, adds};
+    ptx::mbarrier_arrive(&shared.turn_known[step % turn_stages]);
 }
 
 // ------------------------------------------------------------------------------------------------------------------- dq
@@ -288,49 +260,65 @@ __device__ __forceinline__ Place place_in(const JfaBackwardParams& p, int q_row,
 __device__ __forceinline__ void store_columns(const Place& place, long long row_bytes, int row, float4 f, float scale) {
     const bool odd = ptx::lane_id() & 4;
     const float low = __shfl_xor_sync(~0u, odd ? f.x : f.y, 4), high = __shfl_xor_sync(~0u, odd ? f.z : f.w, 4);
-    const uint32_t a = odd ? ptx::pack<T>(low * scale, f.y * scale) : ptx::pack<T>(f.x * scale, low * scale);
-    const uint32_t b = odd ? ptx::pack<T>(high * scale, f.w * scale) : ptx::pack<T>(f.z * scale, high * scale);
+    const float a0 = odd ? low : f.x, a1 = odd ? f.y : low, b0 = odd ? high : f.z, b1 = odd ? f.w : high;
+    const uint32_t a = ptx::pack<T>(a0 * scale, a1 * scale), b = ptx::pack<T>(b0 * scale, b1 * scale);
     char* const to = place.to + row * row_bytes;
     if (row < place.rows && place.columns > 0) *reinterpret_cast<uint32_t*>(to) = a;
     if (row < place.rows && place.columns > 8) *reinterpret_cast<uint32_t*>(to + 16) = b;
 }
 
-// Counts what has been added to every row block of the CTA's steps; lists those to which nothing more comes.
-__device__ void count_additions(SharedMemory& shared, const JfaBackwardParams& p) {
+// Claims turns for the CTA's steps and counts them; lists row blocks to which nothing more comes.
+__device__ void take_turns(SharedMemory& shared, const JfaBackwardParams& p) {
     const int lane = ptx::lane_id();
-    const uint32_t lead = lead_of(p);
-    uint32_t steps = 0;
-    for (uint32_t tiles = 0;; ++tiles) {
-        ptx::mbarrier_wait(&shared.tile_full[stage_of(tiles)], phase_of(tiles));
-        const Tile& t = shared.tile[stage_of(tiles)];
-        if (t.flags & the_end) break;
-        zero_for(p, t.item + lead);
-#pragma unroll 1
-        for (int member = 0; member < p.group; ++member) {
-            const int head = t.kv_head * p.group + member, blocks = t.hi - t.lo;
-#pragma unroll 1
-            for (int n = 0, i = t.first; n < blocks; ++n, ++steps, i = i > t.lo ? i - 1 : t.hi - 1) {
-                const TileRange all = tiles_of_block(p.mask, t.q_len, t.kv_len, i);
-                const int block = head * p.blocks + t.block + i, row = t.q_row + i * q_tile;
-                ptx::mbarrier_wait(&shared.added_full[steps % added_stages], steps / added_stages & 1);
-                __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(&shared.added_empty[steps % added_stages]);
-                if (t.kv_len <= keys) continue;  // nothing was added
-                int before = 0;
-                if (lane == 0) before = ptx::atomic_add_release(p.control + counters + block, 1);
-                if (lane == 0 && before + 1 == all.end - all.first) {
-                    ptx::fence_acquire();
-                    Finished* const f = finished_list(p) + ptx::atomic_add(p.control + listed_blocks, 1);
-                    f->head = head, f->q_row = row, f->rows = min(min(t.q_len - i * q_tile, p.o_rows - row), q_tile);
-                    ptx::store_release(&f->block, block + 1);
-                }
+    const auto turn_of = [&](uint32_t step) -> Turn& { return shared.turns[step % turn_stages]; };
+    const auto claimed_as = [&](unsigned long long turns) { return static_cast<uint32_t>(turns) == 0 ? begins : turns < one_added ? waits : adds; };
+    const auto list_if_last = [&](const Turn& turn, int added) {
+        const Tile& t = shared.tile[turn.flags & second_stage];
+        const TileRange all = tiles_of_block(p.mask, t.q_len, t.kv_len, turn.number);
+        if (added != all.end - all.first) return;
+        Finished* const f = finished_list(p) + ptx::atomic_add(p.control + listed_blocks, 1);
+        const int first = turn.number * q_tile, row = t.q_row + first;
+        f->head = (turn.block - turn.number - t.block) / p.blocks, f->q_row = row, f->rows = min(min(t.q_len - first, p.o_rows - row), q_tile);
+        ptx::store_release(&f->block, turn.block + 1);
+    };
+    bool claimed = false, admitted = false;  // the step
+    for (uint32_t step = 0;; ++step) {
+        if (!claimed) {  // the first one, or the producer was late
+            ptx::mbarrier_wait(&shared.turn_known[step % turn_stages], step / turn_stages & 1);
+            if (__shfl_sync(~0u, turn_of(step).block, 0) < 0) break;
+            if (lane == 1 && turn_of(step).flags & summed)
+                turn_of(step).dq = claimed_as(ptx::atomic_add_acq_rel(turns_of(p, turn_of(step).block), one_claim));
+        }
+        if (!admitted && lane == 1) {
+            if (turn_of(step).dq == waits)
+                while (ptx::load_acquire(turns_of(p, turn_of(step).block)) < one_added) {}
+            ptx::mbarrier_arrive(&shared.admitted[step % turn_stages]);
+        }
+        __syncwarp();
+        ptx::mbarrier_wait(&shared.added[step % turn_stages], step / turn_stages & 1);
+        // Lane 0 counts the step while lane 1 claims the next one's turn: they share the fence and the way to the L2. Not claimed earlier, lest
+        // others wait for it.
+        const bool known = __all_sync(~0u, ptx::mbarrier_test_wait(&shared.turn_known[(step + 1) % turn_stages], (step + 1) / turn_stages & 1));
+        const Turn turn = turn_of(step + (known && lane == 1));
+        claimed = lane == 1 && known && turn.block >= 0;
+        unsigned long long turns = 0;
+        if ((lane == 0 || claimed) && turn.flags & summed) turns = ptx::atomic_add_acq_rel(turns_of(p, turn.block), lane == 0 ? one_added : one_claim);
+        admitted = false;
+        if (claimed) {
+            const int dq = turn.flags & summed ? claimed_as(turns) : adds;
+            turn_of(step + 1).dq = dq;
+            admitted = dq != waits;
+            if (admitted) ptx::mbarrier_arrive(&shared.admitted[(step + 1) % turn_stages]);
+        }
+        claimed = __shfl_sync(~0u, claimed, 1), admitted = __shfl_sync(~0u, admitted, 1);
+        if (lane == 0) {
+            if (turn.flags & summed) list_if_last(turn, static_cast<int>(turns >> 32) + 1);
+            if (turn.flags & ends_item) {
+                ptx::mbarrier_arrive(&shared.tile_empty[turn.flags & second_stage]);
+                ptx::atomic_add_release(p.control + done_items, 1);
             }
         }
         __syncwarp();
-        if (lane == 0) {
-            ptx::mbarrier_arrive(&shared.tile_empty[stage_of(tiles)]);
-            ptx::atomic_add_release(p.control + done_items, 1);
-        }
     }
 }
 
@@ -447,20 +435,33 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         // In registers: behind products a load from shared memory takes 300 cycles.
         const int lo = uniform(t.lo), hi = uniform(t.hi), first = uniform(t.first), whole_lo = uniform(t.whole_lo), whole_hi = uniform(t.whole_hi);
         const bool alone = uniform(t.kv_len) <= keys;
-        int sums = uniform(t.kv_head) * p.group * p.blocks + uniform(t.block) + first;  // the row block's place
 #pragma unroll
         for (int x = 0; x < head_dim / 2; ++x) dk[x] = dv[x] = 0.0f;
         ptx::mbarrier_wait(&shared.k_full, tiles & 1);
         int block = first, left = (hi - lo) * p.group;
-        const int steps = left;
-        int before = 0;
+        bool begun = false;  // whether there was a step before
         float4 of_rows[q_tile / 16];
+        // Step n's turn at its row block, once it has it.
+        struct Admitted {
+            int block, dq;
+        };
+        const auto admitted = [&](uint32_t n) {
+            ptx::mbarrier_wait(&shared.admitted[n % turn_stages], n / turn_stages & 1);
+            const Turn& turn = shared.turns[n % turn_stages];
+            return Admitted{turn.block, turn.dq};
+        };
         // dq of step n, the last one, leaves.
-        const auto leave_dq = [&](uint32_t n) {
+        const auto leave_dq = [&](uint32_t n, Admitted turn) {
+            if (lane == 0) ptx::mbarrier_arrive(&shared.ds_empty[stage_of(n)]);
             if (!alone) {
-                float4* const own = reinterpret_cast<float4*>(block_at(p.partial, before) + (4 * me + warp) * share) + lane;
+                float4* const own = reinterpret_cast<float4*>(block_at(p.partial, uniform(turn.block)) + (4 * me + warp) * share) + lane;
+                if (uniform(turn.dq) == begins) {
 #pragma unroll
-                for (int x = 0; x < q_tile / 8; ++x) ptx::add_l2(own + 32 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]});
+                    for (int x = 0; x < q_tile / 8; ++x) ptx::store_l2(own + 32 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]});
+                } else {
+#pragma unroll
+                    for (int x = 0; x < q_tile / 8; ++x) ptx::add_l2(own + 32 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]});
+                }
             } else {
                 const int done = block < hi - 1 ? block + 1 : lo, row = t.q_row + done * q_tile;  // without a mask: walked down, and round
                 const int head = t.kv_head * p.group + p.group - 1 - left / (hi - lo);
@@ -470,11 +471,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                     store_columns(place, p.dq_row_bytes, 8 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, p.scale);
             }
             __syncwarp();
-            if (lane == 0) {
-                ptx::mbarrier_arrive(&shared.ds_empty[stage_of(n)]);
-                ptx::mbarrier_wait(&shared.added_empty[n % added_stages], (n / added_stages & 1) ^ 1);
-                ptx::mbarrier_arrive(&shared.added_full[n % added_stages]);
-            }
+            if (lane == 0) ptx::mbarrier_arrive(&shared.added[n % turn_stages]);
             __syncwarp();
         };
 #pragma unroll 1
@@ -482,11 +479,11 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             const int stage = stage_of(step);
             uint32_t p_fragments[q_tile / 16][4], ds_fragments[q_tile / 16][4];
 
-            ptx::mbarrier_wait(&shared.q_full[stage], phase_of(step));
+            // No branch between the products: at one everything that is on its way from shared memory is waited for.
+            if (!begun) ptx::mbarrier_wait(&shared.v_full, tiles & 1);
+            while (!ptx::mbarrier_try_wait(&shared.q_full[stage], phase_of(step), &shared.do_full[stage], phase_of(step))) {}
             of_columns(of_rows, shared.lse[stage]);
             row_products(s, shared.k + me * 64 * 128, shared.q[stage]);
-            ptx::mbarrier_wait(&shared.v_full, tiles & 1);
-            ptx::mbarrier_wait(&shared.do_full[stage], phase_of(step));
             row_products(dp, shared.v + me * 64 * 128, shared.d_o[stage]);
 
             // p^T = exp2(s^T * scale - lse), at most 1
@@ -501,9 +498,9 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             }
             if (block < whole_lo || block >= whole_hi) {
                 const int q0 = block * q_tile, shift = diagonal_shift(p.mask, t.q_len, t.kv_len);
-                const auto mask_row = [&](int key, int half) {
-                    const int from = key < t.kv_len ? first_row(p.mask, key, shift) - q0 - column : 1 << 20;
-                    const int to = end_row(p.mask, key, shift, 0x7FFFFFFF) - q0 - column;
+                const auto mask_row = [&](int key, int half) {  // its columns worked out here: registers
+                    const int from = key < t.kv_len ? first_row(p.mask, key, shift) - q0 - 2 * int(opaque(lane) % 4) : 1 << 20;
+                    const int to = end_row(p.mask, key, shift, 0x7FFFFFFF) - q0 - 2 * int(opaque(lane) % 4);
 #pragma unroll
                     for (int x = 0; x < q_tile / 8; ++x)
 #pragma unroll
@@ -521,8 +518,8 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 for (int r = 0; r < 4; ++r) p_fragments[x][r] = ptx::pack<T>(s[8 * x + 2 * r], s[8 * x + 2 * r + 1]);
 
             // dv += p^T do; behind it ds^T = p^T (dp^T - delta), and ds to shared memory
-            accumulate(dv, p_fragments, shared.d_o[stage]);
             of_columns(of_rows, shared.delta[stage]);
+            accumulate(dv, p_fragments, shared.d_o[stage]);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(dp);
 #pragma unroll
@@ -536,8 +533,8 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 gradient(0, d.x, d.y), gradient(1, d.x, d.y), gradient(2, d.z, d.w), gradient(3, d.z, d.w);
             }
             // dq of the step before; in a tile's first step a product whose result nobody takes, since behind a branch it would serialize all.
-            if (left < steps) ptx::mbarrier_wait(&shared.ds_full[stage_of(step - 1)], phase_of(step - 1));
-            query_gradients(left < steps ? shared.ds[stage_of(step - 1)] : shared.k);
+            if (begun) ptx::mbarrier_wait(&shared.ds_full[stage_of(step - 1)], phase_of(step - 1));
+            query_gradients(begun ? shared.ds[stage_of(step - 1)] : shared.k);
             accumulate(dk, ds_fragments, shared.q[stage]);
             ptx::mbarrier_wait(&shared.ds_empty[stage], phase_of(step) ^ 1);
             const uint32_t own_place = ptx::smem_address(shared.ds[stage]) + me * q_chunk +
@@ -548,17 +545,17 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             ptx::fence_async_shared();
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(&shared.ds_full[stage]);
+            Admitted turn{};
+            if (begun) turn = admitted(step - 1);  // behind dq and dk
             ptx::wgmma_wait<2>();  // dv
             if (lane == 0) ptx::mbarrier_arrive(&shared.do_empty[stage]);
             ptx::wgmma_wait<1>();  // dq
             ptx::wgmma_hold(dq);
-            if (left < steps) leave_dq(step - 1);
+            if (begun) leave_dq(step - 1, turn);
             ptx::wgmma_wait<0>();  // dk
             if (lane == 0) ptx::mbarrier_arrive(&shared.q_empty[stage]);
-            before = sums;
-            const int went = block > lo ? -1 : hi - 1 - lo;
-            block += went, sums += went;
-            if (block == first) sums += p.blocks;
+            block = block > lo ? block - 1 : hi - 1;
+            begun = true;
             ++step;
         }
         ptx::wgmma_hold(dk);
@@ -598,7 +595,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
         ptx::wgmma_wait<0>();
         ptx::wgmma_hold(dq);
         if (lane == 0) ptx::mbarrier_arrive(&shared.k_empty);
-        if (hi > lo) leave_dq(step - 1);
+        if (hi > lo) leave_dq(step - 1, admitted(step - 1));
         leave(map_dk, dk, p.scale, integral_constant<int, 0>{}, integral_constant<int, 64>{}, leaving, 0);
         if (lane == 0) ptx::bulk_wait_read<0>();
         __syncwarp();
@@ -625,9 +622,10 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < added_stages; ++i) {
-            ptx::mbarrier_init(&shared.added_full[i], 8);
-            ptx::mbarrier_init(&shared.added_empty[i], 1);
+        for (int i = 0; i < turn_stages; ++i) {
+            ptx::mbarrier_init(&shared.turn_known[i], 1);
+            ptx::mbarrier_init(&shared.admitted[i], 1);
+            ptx::mbarrier_init(&shared.added[i], 8);
         }
         for (int i = 0; i < 2; ++i) {
             ptx::mbarrier_init(&shared.tile_full[i], 1);
@@ -659,8 +657,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
         if (warp == 0) {
             if (ptx::elect_one()) produce(shared, p, &map_q, &map_k, &map_v, &map_do);
         } else {
-            zero_first(p, warp - 1);
-            if (warp == 1) count_additions(shared, p);
+            if (warp == 1) take_turns(shared, p);
             else finish_query_gradients(shared, p, warp - 2);
         }
     } else {

@@ -173,7 +173,7 @@ enum Way {
 }
 
 /// Mean rows and keys of a sequence from which tiles in any order are faster than pairs.
-const UNORDERED_MEAN: i64 = 750;
+const UNORDERED_MEAN: i64 = 600;
 /// And from which passes of their own are, where tiles in any order are not.
 const SPLIT_MEAN: i64 = 1000;
 /// Most query heads of a group for tiles in any order: all of them add to dk and dv of one tile, one after another.

@@ -857,10 +857,10 @@ fn which_backward_a_problem_takes() {
     };
     // It is the mean of the capacities of ten sequences that counts.
     for (problem, expected) in [
-        (of(1, 749, 900, Mask::Full, false), &pairs[..]),
-        (of(1, 900, 749, Mask::Full, false), &pairs[..]),
-        (of(1, 750, 750, Mask::Full, false), &unordered[..]),
-        (of(4, 750, 750, causal, false), &unordered[..]),
+        (of(1, 599, 900, Mask::Full, false), &pairs[..]),
+        (of(1, 900, 599, Mask::Full, false), &pairs[..]),
+        (of(1, 600, 600, Mask::Full, false), &unordered[..]),
+        (of(4, 600, 600, causal, false), &unordered[..]),
         // No bound that cuts off earlier keys.
         (of(1, 900, 900, window(Some(u32::MAX), None), false), &unordered[..]),
         (of(1, 900, 900, window(None, Some(5)), false), &unordered[..]),

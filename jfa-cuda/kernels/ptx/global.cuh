@@ -30,6 +30,12 @@ __device__ __forceinline__ int atomic_add(int* p, int v) {
     asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
+// After everything that this thread has seen, and before what it looks at next.
+__device__ __forceinline__ unsigned long long atomic_add_acq_rel(unsigned long long* p, unsigned long long v) {
+    unsigned long long old;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
+    return old;
+}
 // After everything that this thread has seen; who finds out by the number and then calls fence_acquire sees that too.
 __device__ __forceinline__ int atomic_add_release(int* p, int v) {
     int old;
