@@ -288,6 +288,7 @@ __device__ void take_turns(SharedMemory& shared, const JfaBackwardParams& p) {
             if (__shfl_sync(~0u, turn_of(step).block, 0) < 0) break;
             if (lane == 1 && turn_of(step).flags & summed)
                 turn_of(step).dq = claimed_as(ptx::atomic_add_acq_rel(turns_of(p, turn_of(step).block), one_claim));
+            __syncwarp();
         }
         if (!admitted && lane == 1) {
             if (turn_of(step).dq == waits)
@@ -308,17 +309,16 @@ __device__ void take_turns(SharedMemory& shared, const JfaBackwardParams& p) {
             const int dq = turn.flags & summed ? claimed_as(turns) : adds;
             turn_of(step + 1).dq = dq;
             admitted = dq != waits;
-            if (admitted) ptx::mbarrier_arrive(&shared.admitted[(step + 1) % turn_stages]);
-        }
-        claimed = __shfl_sync(~0u, claimed, 1), admitted = __shfl_sync(~0u, admitted, 1);
-        if (lane == 0) {
-            if (turn.flags & summed) list_if_last(turn, static_cast<int>(turns >> 32) + 1);
-            if (turn.flags & ends_item) {
-                ptx::mbarrier_arrive(&shared.tile_empty[turn.flags & second_stage]);
-                ptx::atomic_add_release(p.control + done_items, 1);
-            }
         }
         __syncwarp();
+        if (admitted) ptx::mbarrier_arrive(&shared.admitted[(step + 1) % turn_stages]);
+        claimed = __shfl_sync(~0u, claimed, 1), admitted = __shfl_sync(~0u, admitted, 1);
+        if (lane == 0 && turn.flags & summed) list_if_last(turn, static_cast<int>(turns >> 32) + 1);
+        __syncwarp();
+        if (lane == 0 && turn.flags & ends_item) {
+            ptx::mbarrier_arrive(&shared.tile_empty[turn.flags & second_stage]);
+            ptx::atomic_add_release(p.control + done_items, 1);
+        }
     }
 }
 
