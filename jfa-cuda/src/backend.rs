@@ -10,7 +10,7 @@ use jfa_driver::backend::{self, Frame, Kept};
 use jfa_driver::{DriverError, Gpu, KernelSet};
 
 use crate::kernels::{self, ALIGNMENT};
-use crate::plan::CudaPlan;
+use crate::plan::{CudaPlan, Way};
 
 /// Name in the registry.
 pub(crate) const NAME: &str = "cuda";
@@ -33,7 +33,7 @@ pub struct CudaBackend {
 
 impl CudaBackend {
     /// The backend over an executor: the CUDA driver, or a simulator with its PTX bundles. `variant` uses that variant's
-    /// kernels for every pass it has kernels for. With `validate` every schedule checks the device's offsets first, which waits for the stream;
+    /// kernels for every pass it has kernels for; `pairs`, `split` and `unordered` take that backward wherever the problem leaves a choice. With `validate` every schedule checks the device's offsets first, which waits for the stream;
     /// `None` asks the environment whenever a plan is made.
     ///
     /// # Errors
@@ -49,13 +49,13 @@ impl CudaBackend {
         let kernels = Arc::new(KernelSet::new(gpu, "jfa-cuda", bundles).map_err(failed)?);
         let (device, capabilities) = capabilities(name, &kernels, variant)?;
         if let Some(variant) = variant {
-            let known = kernels::variants(&kernels);
+            let mut known = kernels::variants(&kernels);
+            known.extend(Way::VARIANTS.map(|(name, _)| name.to_owned()));
             if !known.contains(variant) {
                 let known: Vec<_> = known.into_iter().collect();
-                let list = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
                 return Err(Error::Unavailable {
                     name: format!("{name}:{variant}"),
-                    reason: format!("no kernel has the variant '{variant}'; there are: {list}"),
+                    reason: format!("there is no variant '{variant}'; there are: {}", known.join(", ")),
                 });
             }
         }

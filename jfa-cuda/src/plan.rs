@@ -163,13 +163,19 @@ impl QueueKeys {
 
 /// The ways to compute the gradients of jagged queries, where several can.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+pub(crate) enum Way {
     /// Pairs of blocks that add dq in a fixed order.
     Pairs,
     /// Every tile by itself, dq added in any order.
     Unordered,
     /// dq in a pass of its own: seven products instead of five, but nothing is handed from block to block.
     Split,
+}
+
+impl Way {
+    /// The variants of the backend that take one way wherever a problem leaves a choice (`cuda:unordered`), to compare them.
+    pub(crate) const VARIANTS: [(&str, Way); 3] =
+        [("pairs", Way::Pairs), ("split", Way::Split), ("unordered", Way::Unordered)];
 }
 
 /// Mean rows and keys of a sequence from which tiles in any order are faster than pairs.
@@ -179,14 +185,17 @@ const SPLIT_MEAN: i64 = 1000;
 /// Most query heads of a group for tiles in any order: all of them add to dk and dv of one tile, one after another.
 const UNORDERED_GROUP: i64 = 4;
 
-/// The fastest way, as measured (docs/performance.md, "Backward"): over long sequences a pair walks the same rows once for every two
-/// tiles and waits for the sums of others. A window leaves a tile few rows, a large group few tiles.
+/// The variant's way, or the fastest, as measured (docs/performance.md, "Backward"): over long sequences a pair walks the same rows once for
+/// every two tiles and waits for the sums of others. A window leaves a tile few rows, a large group few tiles.
 ///
 /// Means come from the capacities. The gradients are the same to rounding, not to the bit, and so there is no choice where
 /// the bits of a sequence must not depend on the run or its batch.
-fn fastest_way(problem: &Problem) -> Way {
+fn way_of(problem: &Problem, variant: Option<&str>) -> Way {
     if problem.deterministic || problem.uses_kv_index || problem.query != Query::Jagged {
         return Way::Pairs;
+    }
+    if let Some((_, way)) = Way::VARIANTS.into_iter().find(|(name, _)| variant == Some(name)) {
+        return way;
     }
     let mean = problem.total_q.min(problem.total_kv) / problem.batch.max(1);
     let windowed = mask_params(problem.mask).left >= 0;
@@ -367,7 +376,7 @@ impl CudaPlan {
         forward_rows: i32,
         packed_log2: u32,
     ) -> Result<ChosenBackward> {
-        let way = fastest_way(problem);
+        let way = way_of(problem, wanted.variant);
         if way == Way::Unordered && unordered::Kernels::exist(set, device, wanted) {
             return unordered::Kernels::choose(name, set, device, wanted, problem)
                 .map(|kernels| ChosenBackward::Unordered(Box::new(kernels)));

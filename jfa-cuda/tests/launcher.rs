@@ -616,7 +616,7 @@ fn devices_without_kernels_are_named() {
     let e = make(&[(10, 0)], None).to_string();
     assert!(e.contains("the kernels compiled for sm_100a contain no forward; compiled in: sm_90a ("), "{e}");
     let e = make(&[(9, 0)], Some("nonsense")).to_string();
-    assert!(e.contains("no kernel has the variant 'nonsense'; there are:"), "{e}");
+    assert!(e.contains("there is no variant 'nonsense'; there are: g1, pairs, split, unordered"), "{e}");
 
     // A stream of a device without kernels, beside one with them.
     let gpu = Recorder::new(&[(8, 0), (9, 0)]);
@@ -876,6 +876,20 @@ fn which_backward_a_problem_takes() {
         let plan = plan_on(&gpu, &problem, false).unwrap();
         let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
         run_split(&gpu, &plan, &layout, &backward_args(&problem, problem.total_kv), expected);
+    }
+
+    // A variant takes one way, but where the bits must not depend on the run or the batch.
+    for (variant, expected) in [("pairs", &pairs[..]), ("unordered", &unordered[..]), ("split", &split[..])] {
+        let backend = Arc::new(CudaBackend::new(gpu.clone(), BUNDLES, "cuda", Some(variant), Some(false)).unwrap());
+        for (deterministic, rows) in [(false, 100), (false, 2000), (true, 2000)] {
+            for (heads_q, mask) in [(1, Mask::Full), (8, window(Some(5), Some(0)))] {
+                let problem = of(heads_q, rows, rows, mask, deterministic);
+                let plan = Plan::new(backend.clone(), &problem).unwrap();
+                let layout = Layout::jagged(10, offsets(0x100), offsets(0x200));
+                let expected = if deterministic { &pairs[..] } else { expected };
+                run_split(&gpu, &plan, &layout, &backward_args(&problem, problem.total_kv), expected);
+            }
+        }
     }
 
     // Narrow heads have a narrower kernel in pairs.
