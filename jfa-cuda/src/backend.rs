@@ -33,8 +33,9 @@ pub struct CudaBackend {
 
 impl CudaBackend {
     /// The backend over an executor: the CUDA driver, or a simulator with its PTX bundles. `variant` uses that variant's
-    /// kernels for every pass it has kernels for; `pairs`, `split` and `unordered` take that backward wherever the problem leaves a choice. With `validate` every schedule checks the device's offsets first, which waits for the stream;
-    /// `None` asks the environment whenever a plan is made.
+    /// kernels for every pass it has kernels for; `pairs`, `split` and `unordered` take that backward wherever the problem
+    /// leaves a choice. With `validate` every schedule checks the device's offsets first, which waits for the stream; `None`
+    /// asks the environment whenever a plan is made.
     ///
     /// # Errors
     /// [`Error::Unavailable`] when no device of the executor has kernels, or the variant does not exist.

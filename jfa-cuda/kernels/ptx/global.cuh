@@ -36,13 +36,12 @@ __device__ __forceinline__ unsigned long long atomic_add_acq_rel(unsigned long l
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
     return old;
 }
-// After everything that this thread has seen; who finds out by the number and then calls fence_acquire sees that too.
+// After everything that this thread has seen; who finds out by the number with load_acquire sees that too.
 __device__ __forceinline__ int atomic_add_release(int* p, int v) {
     int old;
     asm volatile("atom.release.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
-__device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ float4 load_l2(const float4* p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
