@@ -330,14 +330,15 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
     bool v_due = false;
     shared.content[0] = shared.content[1] = int4{0, 0, -1, 0};
 
-    // `rows` rows from `row` on as boxes of 64 rows, zeros after them.
-    const auto load = [&](const CUtensorMap* map, uint64_t* barrier, uint8_t* to, int tile_rows, int row, int rows, int head) {
+    // `rows` rows from `row` on as boxes of 64 rows, zeros after them. Keys, values, o and what leaves come by once: the first to leave the L2, so that a
+    // later pass finds q, do and the sums there.
+    const auto load = [&](const CUtensorMap* map, uint64_t* barrier, uint8_t* to, int tile_rows, int row, int rows, int head, uint64_t policy) {
         ptx::mbarrier_arrive_expect_tx(barrier, tile_rows * head_dim * 2);
 #pragma unroll
         for (int y = 0; y < tile_rows; y += 64)
 #pragma unroll
             for (int x = 0; x < chunks; ++x)
-                ptx::tma_load_rows(map, barrier, to + x * tile_rows * 128 + y * 128, 64 * x, row + y, max(0, min(64, rows - y)), head);
+                ptx::tma_load_rows(map, barrier, to + x * tile_rows * 128 + y * 128, 64 * x, row + y, max(0, min(64, rows - y)), head, policy);
     };
 
     const auto load_o = [&](int half, int row, int rows, int head) {
@@ -350,7 +351,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
 #pragma unroll
             for (int x = 0; x < chunks; ++x)
                 ptx::tma_load_rows(map_o, &shared.o_full[stage], shared.o[stage] + x * half_chunk + y * 128, 64 * x, row + first + y,
-                                   max(0, min(32, rows - first - y)), head);
+                                   max(0, min(32, rows - first - y)), head, ptx::used_once());
         ++halves_of_o;
     };
     const auto load_v = [&] {
@@ -359,7 +360,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         const Segment& g = shared.segment[at.v_segment % segments];
         const int row = g.kv_row + g.key0, rows = g.kv_len - g.key0, head = g.kv_head;
         ptx::mbarrier_wait(&shared.v_empty, at.tiles & 1);  // of the tile before
-        load(map_v, &shared.v_full, shared.v, keys, row, rows, head);
+        load(map_v, &shared.v_full, shared.v, keys, row, rows, head, ptx::used_once());
     };
     // The steps of a pass with one query head of the group.
     const auto walk = [&] {
@@ -375,6 +376,8 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         for (int i = g.hi - 1; i >= g.lo; --i, ++step) {
             const int stage = stage_of(step), q0 = i * q_tile, rows = min(q_tile, g.q_len - q0), q_row = g.q_row + q0, o_row = g.o_row + q0;
             const int head = g.head;
+            // The last of several passes is the last one to ask for these rows.
+            const uint64_t policy = i < g.later_begin && i < g.earlier_end ? ptx::used_once() : ptx::used_again();
             const bool computes = computes_delta(g, i), shares = g.flags & exchange;
             // A stage that holds the rows already, as with few queries and many keys, is not loaded again.
             const int4 there = shared.content[stage];
@@ -388,7 +391,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
             if (same_do) {
                 ptx::mbarrier_arrive(&shared.do_full[stage]);
             } else {
-                load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, o_row, rows, head);
+                load(map_do, &shared.do_full[stage], shared.d_o[stage], q_tile, o_row, rows, head, policy);
             }
             load_v();
             if (computes && !shares)
@@ -398,7 +401,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
             if (same_q) {
                 ptx::mbarrier_arrive(&shared.q_full[stage]);
             } else {
-                load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, q_row, rows, head);
+                load(map_q, &shared.q_full[stage], shared.q[stage], q_tile, q_row, rows, head, policy);
             }
             if (first) {
                 const uint32_t tile = at.tiles;
@@ -406,7 +409,7 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
                 at.tiles = tile + 1;
                 at.v_segment = n;
                 ptx::mbarrier_wait(&shared.k_empty[k_stage], phase_of(tile) ^ 1);
-                load(map_k, &shared.k_full[k_stage], shared.k[k_stage], keys, kv_row, kv_rows, kv_head);
+                load(map_k, &shared.k_full[k_stage], shared.k[k_stage], keys, kv_row, kv_rows, kv_head, ptx::used_once());
                 first = false;
                 v_due = true;
             }
@@ -726,29 +729,41 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
         for (; remains(); --block, ++step) {
             const int stage = stage_of(step);
             const bool adds_earlier = is_broadcast(p) || block < earlier_end, adds_later = is_broadcast(p) || block >= later_begin;
+            // What passes before have added, the last one takes along. The L2 answers after 2,000 cycles: what of it the registers hold is asked for ahead of
+            // both products, unless others' share is still waited for; the rest behind the second one.
+            constexpr int first_part = 5;  // of eight
+            float4 part[first_part];
+            const bool takes_sum = adds_earlier && !adds_later, early = takes_sum && exchanges_dq && !(flags & waits);
+            const auto load_sum = [&](int half, int begin, int end) {
+                const float4* const sum = partial_of(row_block0 + block, half);
+#pragma unroll
+                for (int x = begin; x < end; ++x) part[x - begin] = ptx::load_l2(sum + 32 * x);
+            };
+            const auto add_sum = [&](int begin, int end) {
+#pragma unroll
+                for (int x = begin; x < end; ++x) {
+                    const float4 f = part[x - begin];
+                    dq[4 * x] += f.x, dq[4 * x + 1] += f.y, dq[4 * x + 2] += f.z, dq[4 * x + 3] += f.w;
+                }
+            };
+            if (early) load_sum(rank(), 0, first_part);
             ptx::mbarrier_wait(&shared.ds_full[stage], phase_of(step));
 #pragma unroll 1
             for (int turn = 0; turn < 2; ++turn) {
                 const int half = first_half ^ turn;
-                const bool goes_over = exchanges_dq && turn == 0, takes = adds_earlier && !adds_later && !goes_over;
-                // What passes before have added. The last one takes it along.
+                const bool goes_over = exchanges_dq && turn == 0, takes = takes_sum && !goes_over;
                 if ((flags & waits) && adds_earlier && (turn == 1) == exchanges_dq) {
                     ptx::mbarrier_wait(&shared.chain_full[chained % chain_stages], chained / chain_stages & 1);
                     ++chained;
                 }
                 float4* sums = partial_of(row_block0 + block, half);
-#pragma unroll
-                for (int x = 0; x < 8; ++x) {
-                    float4 f{0.0f, 0.0f, 0.0f, 0.0f};
-                    if (takes) f = ptx::load_l2(sums + 32 * x);
-                    dq[4 * x] = f.x, dq[4 * x + 1] = f.y, dq[4 * x + 2] = f.z, dq[4 * x + 3] = f.w;
-                }
                 const uint64_t a = operand(shared.ds[stage][q_tile == 128 ? half : 0], ds_chunk);
                 const uint64_t b = operand(shared.k[stage_of(unit)] + (q_tile == 128 ? 0 : half * kv_chunk), kv_chunk);
                 ptx::wgmma_fence();
 #pragma unroll
-                for (int x = 0; x < keys / 16; ++x) ptx::Wgmma<64, T, 1, 1>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x * 2048), 1);
+                for (int x = 0; x < keys / 16; ++x) ptx::Wgmma<64, T, 1, 1>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x * 2048), x != 0);
                 ptx::wgmma_commit();
+                if (takes && !early) load_sum(half, 0, first_part);
                 if (goes_over) ptx::mbarrier_wait(&shared.neighbour_ready, (counts & 1) ^ 1);
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_hold(dq);
@@ -762,6 +777,7 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
                     for (int x = 0; x < 8; ++x) ptx::store_async(to + 512 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, full);
                     continue;
                 }
+                if (takes) add_sum(0, first_part), load_sum(half, first_part, 8);
                 if (exchanges_dq) {
                     ptx::mbarrier_wait(&shared.received_full, counts & 1);
                     counts ^= 1;
@@ -773,6 +789,7 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
                     __syncwarp();
                     if (ptx::lane_id() == 0) ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.neighbour_ready, half ^ 1));
                 }
+                if (takes) add_sum(first_part, 8);
                 if (adds_later) {
 #pragma unroll
                     for (int x = 0; x < 8; ++x) {
@@ -850,21 +867,23 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 
     // ---- the stream of steps
     uint32_t unit = 0, step = 0, segment = 0, held = 0;
-    int block = 0, flags = 0;  // of the current segment: query block, Segment::flags
+    // Of the current segment, its query block and what every step needs: behind products an access to shared memory takes 160 cycles.
+    int block = 0, flags = 0, lo = 0, whole_lo = 0, whole_hi = 0;
     // Takes the next segment with products, or the end, from the ring to held[..][held % 2]. Values are broadcast from lane 0:
     // uniform for the compiler, so that products may stand behind branches.
     const auto fetch = [&] {
         ++held;
         do {
             ptx::mbarrier_wait(segment_full(shared, segment), segment_phase(segment));
-            const int* from = reinterpret_cast<const int*>(&shared.segment[segment % segments]);
-            flags = __shfl_sync(~0u, from[0], 0);
+            const Work& next = shared.segment[segment % segments];
+            const int* from = reinterpret_cast<const int*>(&next);
+            const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
+            flags = uniform(next.flags), block = uniform(next.hi) - 1, lo = uniform(next.lo), whole_lo = uniform(next.whole_lo), whole_hi = uniform(next.whole_hi);
             if (lane < int(sizeof(Work) / sizeof(int))) reinterpret_cast<int*>(&shared.held[4 * me + warp][held % 2])[lane] = from[lane];
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(segment_empty(shared, segment));
             ++segment;
         } while ((flags & no_steps) && !(flags & the_end));
-        block = __shfl_sync(~0u, shared.held[4 * me + warp][held % 2].hi, 0) - 1;
     };
     const auto wait_k_q_lse = [&](uint32_t u, uint32_t n) {
         wait_for(&shared.k_full[stage_of(u)], phase_of(u), &shared.q_full[stage_of(n)], phase_of(n), &shared.lse_full[stage_of(n)], phase_of(n));
@@ -888,7 +907,7 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             // p^T = exp2(s^T * scale) of what started from -lse; at most 1
 #pragma unroll
             for (int x = 0; x < q_tile / 2; ++x) s[x] = ptx::exp2_approx(ptx::min_nan(s[x] * p.scale_log2, 0.0f));
-            if (block < g.whole_lo || block >= g.whole_hi) {
+            if (block < whole_lo || block >= whole_hi) {
                 const int q0 = block * q_tile, shift = diagonal_shift(p.mask, g.q_len, g.kv_len);
                 const auto mask_row = [&](int key, int half) {
                     const int from = key < g.kv_len ? first_row(p.mask, key, shift) - q0 - column : 1 << 20;
@@ -910,14 +929,6 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 for (int r = 0; r < 4; ++r) fragments[x][r] = ptx::pack<T>(s[8 * x + 2 * r], s[8 * x + 2 * r + 1]);
 
             // dp^T = v do^T (less delta, unless that comes behind), dv += p^T do, then ds^T = p^T (dp^T - delta)
-            if (keys_leave) {  // through k and ds^T: given back early, where tiles have few steps the next keys wait for it
-                if (lane == 0) {
-                    ptx::bulk_wait_read<0>();
-                    ptx::mbarrier_arrive(&shared.k_empty[stage_of(unit) ^ 1]);
-                }
-                keys_leave = false;
-                __syncwarp();
-            }
             if (delta_behind) {
                 wait_for(&shared.v_full, unit & 1, &shared.do_full[stage], phase_of(step));
             } else {
@@ -926,9 +937,17 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
             }
             score_gradients(step);
             accumulate(dv, fragments, shared.d_o[stage], first);
-            // Behind these products: where the segment ends, whether the next one is there, and what it is. One thread looks, so that all
-            // decide alike.
-            const bool segment_ends = block == g.lo, last = segment_ends && (flags & last_of_tile);
+            // Behind these products: the keys before, which left through k and ds^T, are given back; where the segment ends, whether the next one is
+            // there, and what it is. One thread looks, so that all decide alike.
+            if (keys_leave) {
+                if (lane == 0) {
+                    ptx::bulk_wait_read<0>();
+                    ptx::mbarrier_arrive(&shared.k_empty[stage_of(unit) ^ 1]);
+                }
+                keys_leave = false;
+                __syncwarp();
+            }
+            const bool segment_ends = block == lo, last = segment_ends && (flags & last_of_tile);
             --block;
             if (segment_ends) {
                 int* known = &shared.segment_known[me][held % 2];
@@ -1014,8 +1033,8 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                 if (lane == 0 && rows > 0) {
 #pragma unroll
                     for (int x = 0; x < chunks; ++x) {
-                        ptx::tma_store_rows(map_dv, values[x] + own_row * 128, 64 * x, row, rows, g.kv_head);
-                        ptx::tma_store_rows(map_dk, shared.k[stage_of(unit)] + x * kv_chunk + own_row * 128, 64 * x, row, rows, g.kv_head);
+                        ptx::tma_store_rows(map_dv, values[x] + own_row * 128, 64 * x, row, rows, g.kv_head, ptx::used_once());
+                        ptx::tma_store_rows(map_dk, shared.k[stage_of(unit)] + x * kv_chunk + own_row * 128, 64 * x, row, rows, g.kv_head, ptx::used_once());
                     }
                     ptx::bulk_commit();
                 }
@@ -1097,7 +1116,9 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
     if (warpgroup == 0) {
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
-            if (ptx::elect_one()) produce(shared, p, &map_q, &map_k, &map_v, &map_o, &map_do);
+            if (!ptx::elect_one()) return;  // lest 31 lanes look again and again whether the one is back
+            produce(shared, p, &map_q, &map_k, &map_v, &map_o, &map_do);
+            return;
         } else if (warp == 3) {
             lse_warp(shared, p);
         } else {

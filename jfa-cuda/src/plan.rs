@@ -180,8 +180,9 @@ impl Way {
 
 /// Mean rows and keys of a sequence from which tiles in any order are faster than pairs.
 const UNORDERED_MEAN: i64 = 600;
-/// And from which passes of their own are, where tiles in any order are not.
+/// And from which passes of their own are, where tiles in any order are not: under wide groups of query heads, and under windows.
 const SPLIT_MEAN: i64 = 1000;
+const WINDOW_SPLIT_MEAN: i64 = 2000;
 /// Most query heads of a group for tiles in any order: all of them add to dk and dv of one tile, one after another.
 const UNORDERED_GROUP: i64 = 4;
 
@@ -199,8 +200,9 @@ fn way_of(problem: &Problem, variant: Option<&str>) -> Way {
     }
     let mean = problem.total_q.min(problem.total_kv) / problem.batch.max(1);
     let windowed = mask_params(problem.mask).left >= 0;
-    if windowed || problem.group() > UNORDERED_GROUP {
-        if mean >= SPLIT_MEAN { Way::Split } else { Way::Pairs }
+    let wide = problem.group() > UNORDERED_GROUP;
+    if windowed || wide {
+        if mean >= if wide { SPLIT_MEAN } else { WINDOW_SPLIT_MEAN } { Way::Split } else { Way::Pairs }
     } else if mean >= UNORDERED_MEAN {
         Way::Unordered
     } else {

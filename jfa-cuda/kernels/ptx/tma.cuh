@@ -27,6 +27,12 @@ __device__ __forceinline__ uint64_t used_once() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+// What is kept as long as anything.
+__device__ __forceinline__ uint64_t used_again() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
 __device__ __forceinline__ void tma_load_rows(const CUtensorMap* map, uint64_t* bar, void* smem, int column, int first, int rows, int head, uint64_t policy) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
                  ::"r"(smem_address(smem)), "l"(map), "r"(smem_address(bar)), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head),
