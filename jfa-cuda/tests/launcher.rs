@@ -868,8 +868,9 @@ fn which_backward_a_problem_takes() {
         (of(1, 2000, 2000, Mask::Full, true), &pairs[..]),
         (of(8, 2000, 2000, Mask::Full, true), &pairs[..]),
         // A tile has few rows, or few tiles have all rows.
-        (of(1, 999, 2000, window(Some(5), None), false), &pairs[..]),
-        (of(1, 1000, 1000, window(Some(5), Some(0)), false), &split[..]),
+        (of(1, 1999, 2500, window(Some(5), None), false), &pairs[..]),
+        (of(1, 2000, 2000, window(Some(5), Some(0)), false), &split[..]),
+        (of(8, 1000, 1000, window(Some(5), Some(0)), false), &split[..]),
         (of(8, 2000, 999, causal, false), &pairs[..]),
         (of(8, 1000, 1000, causal, false), &split[..]),
     ] {
