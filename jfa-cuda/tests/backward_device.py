@@ -1,16 +1,21 @@
 """The backward kernels on a GPU, straight through the driver API: gradients against float64, determinism, times.
 
-    python3 backward_device.py CUBIN_DIR [check] [repeat] [time] [--kernel unordered] [--cases a,b] [--shapes a,b]
+    python3 backward_device.py CUBIN_DIR [check] [repeat] [time] [beside] [--others DIR,DIR] [--kernel unordered] [--cases a,b] [--shapes a,b]
 
 CUBIN_DIR is DIR/jfa-cuda/sm_90a of `cargo xtask kernels --out DIR`. Needs schedule.cubin, backward_<dim>_<type>.cubin, backward_broadcast_<dim>_<type>.cubin, backward_reduce_<dim>_<type>.cubin and, for `time`, forward_<dim>_<type>.cubin in
 CUBIN_DIR; with `--kernel unordered` instead of the backward's three backward_prepare_128_<type>.cubin and backward_unordered_128_<type>.cubin; it leaves out
 broadcast queries and heads that fit the narrower kernel. dq is then the same to rounding in every run, dk and dv bit by bit. Outputs, the sums in the workspace and rows between sequences are NaN before every case. The work runs in a child
 process; a case without an answer for 20 s (a shape: 40 s) is reported as HANG and the child is replaced.
+
+`beside` times the kernel of every folder of --others beside CUBIN_DIR's: on the same buffers, a few calls at a time in turn, after a load that brings
+the clock down to what it stays at. (Alone one after the other, each with memory of its own, a kernel differs from itself by up to 12 %.) A folder needs
+only the cubins that differ. Gradients are compared with those of CUBIN_DIR first.
 """
 import argparse
 import math
 import os
 import sys
+import time
 
 from supervise import supervise
 
@@ -21,8 +26,9 @@ if __name__ == "__main__" and "--child" not in sys.argv:
     a.add_argument("--shapes", default="")
     a.add_argument("--cases", default="")
     a.add_argument("--kernel", choices=["pairs", "unordered"], default="pairs")
+    a.add_argument("--others", default="")
     args = a.parse_args()
-    sys.exit(supervise(__file__, args.directory, args.what, [args.kernel, args.cases, args.shapes]))
+    sys.exit(supervise(__file__, args.directory, args.what, [args.kernel, args.cases, args.shapes, args.others]))
 
 import torch
 
@@ -85,6 +91,7 @@ class Backward(Gradients):
     """In pairs of CTAs, the same bits in every run."""
 
     dq_is_free = False
+    kernels = ("kernel",)  # attributes that `beside` exchanges
 
     def __init__(self, p, directory, o, lse):
         tile = 64 if max(p.dim, p.dim_v) <= 64 else 128
@@ -92,7 +99,8 @@ class Backward(Gradients):
         # Pairs of CTAs share a sequence, but for a broadcast query.
         self.cluster = 1 if p.broadcast else 2
         super().__init__(p, directory, o, lse, self.cluster * KEYS, 128 if tile == 64 else 64)
-        self.kernel = kernel(directory, f"backward_{'broadcast_' if p.broadcast else ''}{tile}_{kind}")
+        self.names = [f"backward_{'broadcast_' if p.broadcast else ''}{tile}_{kind}"]
+        self.kernel = kernel(directory, self.names[0])
         self.reduce = kernel(directory, f"backward_reduce_{tile}_{kind}") if p.broadcast else None
         self.ctas = D.SMS // self.cluster * self.cluster
         # SHARE: as if so many CTAs worked on a key/value head; large: the tiles of every sequence are spread, 0: of none.
@@ -115,12 +123,14 @@ class Unordered(Gradients):
     """Every tile of keys by itself, dq in any order."""
 
     dq_is_free = True
+    kernels = ("kernel", "prepare_kernel")
     Q_TILE, HEAD_DIM = 80, 128
 
     def __init__(self, p, directory, o, lse):
         kind = "bf16" if p.dtype == torch.bfloat16 else "f16"
         super().__init__(p, directory, o, lse, KEYS, self.Q_TILE)
-        self.kernel, self.prepare_kernel = (kernel(directory, f"backward_{n}_{self.HEAD_DIM}_{kind}") for n in ("unordered", "prepare"))
+        self.names = [f"backward_{n}_{self.HEAD_DIM}_{kind}" for n in ("unordered", "prepare")]
+        self.kernel, self.prepare_kernel = (kernel(directory, name) for name in self.names)
         self.s.backward_share = 0x7fffffff
         self.ctas = max(1, min(D.SMS, p.heads_kv * self.capacity))
         self.prepare_ctas = D.SMS * self.prepare_kernel.word("jfa_ctas_per_multiprocessor")
@@ -334,13 +344,69 @@ def time_shapes(directory, kind, names, skip):
     return 0
 
 
+ROUNDS, CALLS, LOAD = 12, 3, 0.4  # of every folder in turn, calls of a turn; seconds of calls before
+
+
+def beside(directory, kind, names, skip, others):
+    folders = [directory, *others]
+    print("  " + " " * 16 + "".join(f"{os.path.basename(os.path.normpath(f))[-12:]:>13s}" for f in folders) + "  ms, then ratios to the first", flush=True)
+    bad = 0
+    for name, make in D.shapes():
+        if name in skip or (names and not any(name.startswith(n) for n in names)):
+            continue
+        print("@" + name, flush=True)
+        p = make()
+        if kind is Unordered and not kind.serves(p):
+            continue
+        f = D.Forward(p, directory)
+        f.schedule()
+        f.run()
+        b = kind(p, directory, f.o, f.lse)
+        b.schedule()
+        found = lambda folder, cubin: kernel(folder if os.path.exists(os.path.join(folder, cubin + ".cubin")) else directory, cubin)
+        choices = [[found(folder, cubin) for cubin in b.names] for folder in folders]
+
+        def run(choice):
+            for attribute, chosen in zip(kind.kernels, choice):
+                setattr(b, attribute, chosen)
+            b.run()
+        first, wrong = None, []
+        for folder, choice in zip(folders, choices):
+            for t in (b.dq, b.dk, b.dv, b.partial):
+                t.fill_(float("nan"))
+            run(choice)
+            torch.cuda.synchronize()
+            mine = [t.clone() for t in (b.dq, b.dk, b.dv)]
+            first = first or mine
+            error = max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(mine, first))
+            wrong += [] if error <= 4e-3 else [f"{folder} WRONG: {error:.1e}"]
+        bad += len(wrong)
+        del first, mine
+        begin = time.time()
+        while time.time() - begin < LOAD:
+            for choice in choices:
+                run(choice)
+            torch.cuda.synchronize()
+        taken = [[] for _ in folders]
+        for turn in range(ROUNDS):
+            for i in range(len(folders)):
+                j = (i + turn) % len(folders)
+                taken[j].append(timed(lambda: run(choices[j]), reps=CALLS, warm=1))
+        ms = [sorted(t)[len(t) // 2] for t in taken]
+        print(f"  {name:16s}" + "".join(f"{x:13.4f}" for x in ms) + "  " + "".join(f" {x / ms[0]:.3f}" for x in ms[1:]) + "".join("  " + w for w in wrong), flush=True)
+        del p, f, b
+        torch.cuda.empty_cache()
+    return bad
+
+
 if __name__ == "__main__":
-    directory, what, kind, cases_wanted, shapes_wanted, skipped = sys.argv[2:8]
+    directory, what, kind, cases_wanted, shapes_wanted, others, skipped = sys.argv[2:9]
     split = lambda s: [x for x in s.split(",") if x]
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    run = {"check": check, "repeat": repeat, "time": time_shapes}[what]
-    status = run(directory, {"pairs": Backward, "unordered": Unordered}[kind], split(shapes_wanted if what == "time" else cases_wanted), split(skipped))
+    wanted = split(shapes_wanted if what in ("time", "beside") else cases_wanted)
+    run = {"check": check, "repeat": repeat, "time": time_shapes, "beside": lambda *args: beside(*args, split(others))}[what]
+    status = run(directory, {"pairs": Backward, "unordered": Unordered}[kind], wanted, split(skipped))
     if what != "time":
         print(f"{what}: {status} wrong", flush=True)
     sys.exit(1 if status else 0)

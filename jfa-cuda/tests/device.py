@@ -268,9 +268,10 @@ _kernels = {}
 
 
 def kernel(directory, name):
-    if name not in _kernels:
-        _kernels[name] = Kernel(os.path.join(directory, name + ".cubin"), "jfa_" + name)
-    return _kernels[name]
+    path = os.path.join(directory, name + ".cubin")
+    if path not in _kernels:
+        _kernels[path] = Kernel(path, "jfa_" + name)
+    return _kernels[path]
 
 
 def timed(fn, reps=20, warm=3):
@@ -377,6 +378,8 @@ def shapes():
         yield f"cross-{m}", lambda m=m: Problem([m] * 1152, [256] * 1152, 4)
     for m in (32, 128):
         yield f"pma-{m}", lambda m=m: Problem([0] * 1152, uniform(1152, 2048, 7), 4, broadcast=m)
+    for m in (32, 128):  # the same with a copy of the query for every sequence, as other libraries take it
+        yield f"copied-pma-{m}", lambda m=m: Problem([m] * 1152, uniform(1152, 2048, 7), 4)
     import numpy
     tail = numpy.clip(numpy.round(700 * numpy.exp(1.2 * numpy.random.default_rng(0).standard_normal(256))), 200, 16384).astype(int).tolist()
     yield "tail-full", lambda: Problem(tail, tail, 4)

@@ -20,7 +20,7 @@ def supervise(script, directory, whats, arguments):
         while True:
             child = subprocess.Popen([sys.executable, os.path.abspath(script), "--child", directory, what, *arguments, ",".join(skip)],
                                      stdout=subprocess.PIPE, bufsize=0)
-            current, hung = _follow(child, 40 if what == "time" else 20)
+            current, hung = _follow(child, 40 if what in ("time", "beside") else 20)
             if hung:
                 child.kill()
                 child.wait()
