@@ -59,6 +59,15 @@ fn dependent_launches() {
     assert_eq!(first(body, 1), each(|_| 7));
 }
 
+/// A branch to the end is the end: nobody waits for those lanes, at a warp-synchronous instruction or at a barrier (CUDA's
+/// `__syncwarp`, PTX's `barrier.cluster`: all threads that have not exited).
+#[test]
+fn lanes_that_end_early() {
+    let body =
+        "@!one bra GONE; bar.warp.sync -1; barrier.cluster.arrive; barrier.cluster.wait; st.global.b32 [w], 77; GONE:";
+    assert_eq!(first(body, 1), each(|l| if l == 0 { 77 } else { l }));
+}
+
 #[test]
 fn reductions_of_bulk_copies() {
     for (op, f) in [

@@ -2,7 +2,7 @@
 
 use crate::ir::{Inst, NONE, Op};
 
-/// For each instruction, the first instruction that every path from it passes; [`NONE`] where that is only the exit.
+/// For each instruction, the first instruction that every path from it passes; [`NONE`] where that is only the exit, or one that exits.
 /// Entries of instructions that cannot diverge are [`NONE`] too.
 pub(super) fn reconvergence(code: &[Inst]) -> Vec<u32> {
     let n = code.len();
@@ -67,7 +67,9 @@ pub(super) fn reconvergence(code: &[Inst]) -> Vec<u32> {
         let last = starts.get(b + 1).copied().unwrap_or(n) - 1;
         if succ[b].len() > 1 {
             let d = idom[b];
-            rec[last] = if d == usize::MAX || d == exit { NONE } else { starts[d] as u32 };
+            // Lanes do not meet at an exit: who comes there ends.
+            let ends = |d: usize| matches!(code[starts[d]].op, Op::Exit) && code[starts[d]].guard.id == NONE;
+            rec[last] = if d == usize::MAX || d == exit || ends(d) { NONE } else { starts[d] as u32 };
         }
     }
     rec
