@@ -376,8 +376,8 @@ __device__ void produce(SharedMemory& shared, const JfaBackwardParams& p, const 
         for (int i = g.hi - 1; i >= g.lo; --i, ++step) {
             const int stage = stage_of(step), q0 = i * q_tile, rows = min(q_tile, g.q_len - q0), q_row = g.q_row + q0, o_row = g.o_row + q0;
             const int head = g.head;
-            // The last of several passes is the last one to ask for these rows.
-            const uint64_t policy = i < g.later_begin && i < g.earlier_end ? ptx::used_once() : ptx::used_again();
+            // The last of several passes is the last one to ask for these rows; a broadcast query's, the next sequence asks for.
+            const uint64_t policy = pairs && i < g.later_begin && i < g.earlier_end ? ptx::used_once() : ptx::used_again();
             const bool computes = computes_delta(g, i), shares = g.flags & exchange;
             // A stage that holds the rows already, as with few queries and many keys, is not loaded again.
             const int4 there = shared.content[stage];

@@ -202,7 +202,8 @@ fn way_of(problem: &Problem, variant: Option<&str>) -> Way {
     let windowed = mask_params(problem.mask).left >= 0;
     let wide = problem.group() > UNORDERED_GROUP;
     if windowed || wide {
-        if mean >= if wide { SPLIT_MEAN } else { WINDOW_SPLIT_MEAN } { Way::Split } else { Way::Pairs }
+        let least = if wide { SPLIT_MEAN } else { WINDOW_SPLIT_MEAN };
+        if mean >= least { Way::Split } else { Way::Pairs }
     } else if mean >= UNORDERED_MEAN {
         Way::Unordered
     } else {

@@ -86,12 +86,17 @@ class Gradients:
     def schedule(self):
         D.launch_schedule(self.schedule_kernel, self.s)
 
+    def take(self, directory):
+        """The kernels of a folder; what it lacks stays."""
+        for attribute, name in self.cubins.items():
+            if not hasattr(self, attribute) or os.path.exists(os.path.join(directory, name + ".cubin")):
+                setattr(self, attribute, kernel(directory, name))
+
 
 class Backward(Gradients):
     """In pairs of CTAs, the same bits in every run."""
 
     dq_is_free = False
-    kernels = ("kernel",)  # attributes that `beside` exchanges
 
     def __init__(self, p, directory, o, lse):
         tile = 64 if max(p.dim, p.dim_v) <= 64 else 128
@@ -99,8 +104,8 @@ class Backward(Gradients):
         # Pairs of CTAs share a sequence, but for a broadcast query.
         self.cluster = 1 if p.broadcast else 2
         super().__init__(p, directory, o, lse, self.cluster * KEYS, 128 if tile == 64 else 64)
-        self.names = [f"backward_{'broadcast_' if p.broadcast else ''}{tile}_{kind}"]
-        self.kernel = kernel(directory, self.names[0])
+        self.cubins = {"kernel": f"backward_{'broadcast_' if p.broadcast else ''}{tile}_{kind}"}
+        self.take(directory)
         self.reduce = kernel(directory, f"backward_reduce_{tile}_{kind}") if p.broadcast else None
         self.ctas = D.SMS // self.cluster * self.cluster
         # SHARE: as if so many CTAs worked on a key/value head; large: the tiles of every sequence are spread, 0: of none.
@@ -123,14 +128,13 @@ class Unordered(Gradients):
     """Every tile of keys by itself, dq in any order."""
 
     dq_is_free = True
-    kernels = ("kernel", "prepare_kernel")
     Q_TILE, HEAD_DIM = 80, 128
 
     def __init__(self, p, directory, o, lse):
         kind = "bf16" if p.dtype == torch.bfloat16 else "f16"
         super().__init__(p, directory, o, lse, KEYS, self.Q_TILE)
-        self.names = [f"backward_{n}_{self.HEAD_DIM}_{kind}" for n in ("unordered", "prepare")]
-        self.kernel, self.prepare_kernel = (kernel(directory, name) for name in self.names)
+        self.cubins = {"kernel": f"backward_unordered_{self.HEAD_DIM}_{kind}", "prepare_kernel": f"backward_prepare_{self.HEAD_DIM}_{kind}"}
+        self.take(directory)
         self.s.backward_share = 0x7fffffff
         self.ctas = max(1, min(D.SMS, p.heads_kv * self.capacity))
         self.prepare_ctas = D.SMS * self.prepare_kernel.word("jfa_ctas_per_multiprocessor")
@@ -307,8 +311,8 @@ def repeat(directory, kind, names, skip):
     return runs + moved
 
 
-def time_shapes(directory, kind, names, skip):
-    ratios = []
+def each_shape(directory, kind, names, skip):
+    """Name, problem and a backward behind its forward, for every shape that is wanted. Who asks for the next one has let go of these."""
     for name, make in D.shapes():
         if name in skip or (names and not any(name.startswith(n) for n in names)):
             continue
@@ -319,11 +323,18 @@ def time_shapes(directory, kind, names, skip):
         f = D.Forward(p, directory)
         f.schedule()
         f.run()
-        o, lse = f.o, f.lse
+        b = kind(p, directory, f.o, f.lse)
         del f
-        b = kind(p, directory, o, lse)
         b.schedule()
         torch.cuda.synchronize()
+        yield name, p, b
+        del p, b
+        torch.cuda.empty_cache()
+
+
+def time_shapes(directory, kind, names, skip):
+    ratios = []
+    for name, p, b in each_shape(directory, kind, names, skip):
         ms = timed(b.run, reps=9, warm=2)
         prepare_us = timed(b.prepare, reps=9) * 1e3 if kind is Unordered else 0.0
         schedule_us = timed(b.schedule, reps=9) * 1e3
@@ -337,8 +348,7 @@ def time_shapes(directory, kind, names, skip):
         print(f"  {name:12s} {ms:8.3f} ms  {flops / ms / 1e9:6.1f} T  floor {floor:7.3f}  x {ms / floor:5.2f}  schedule {schedule_us:5.1f} us"
               + (f"  prepare {prepare_us:6.1f} us, {2 * rows * 2 * p.dim_v / prepare_us / 1e6:5.2f} TB/s" if kind is Unordered else "")
               + (f"  NOT FINITE {odd}" if odd else ""), flush=True)
-        del p, b, o, lse
-        torch.cuda.empty_cache()
+        del p, b
     if ratios:
         print(f"  geometric mean over floor, {len(ratios)} gem and heavy_tail shapes: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}", flush=True)
     return 0
@@ -351,51 +361,39 @@ def beside(directory, kind, names, skip, others):
     folders = [directory, *others]
     print("  " + " " * 16 + "".join(f"{os.path.basename(os.path.normpath(f))[-12:]:>13s}" for f in folders) + "  ms, then ratios to the first", flush=True)
     bad = 0
-    for name, make in D.shapes():
-        if name in skip or (names and not any(name.startswith(n) for n in names)):
-            continue
-        print("@" + name, flush=True)
-        p = make()
-        if kind is Unordered and not kind.serves(p):
-            continue
-        f = D.Forward(p, directory)
-        f.schedule()
-        f.run()
-        b = kind(p, directory, f.o, f.lse)
-        b.schedule()
-        found = lambda folder, cubin: kernel(folder if os.path.exists(os.path.join(folder, cubin + ".cubin")) else directory, cubin)
-        choices = [[found(folder, cubin) for cubin in b.names] for folder in folders]
-
-        def run(choice):
-            for attribute, chosen in zip(kind.kernels, choice):
-                setattr(b, attribute, chosen)
-            b.run()
+    for name, p, b in each_shape(directory, kind, names, skip):
+        def take(folder):
+            b.take(directory)
+            b.take(folder)
         first, wrong = None, []
-        for folder, choice in zip(folders, choices):
+        for folder in folders:
             for t in (b.dq, b.dk, b.dv, b.partial):
                 t.fill_(float("nan"))
-            run(choice)
+            take(folder)
+            b.run()
             torch.cuda.synchronize()
             mine = [t.clone() for t in (b.dq, b.dk, b.dv)]
             first = first or mine
-            error = max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(mine, first))
-            wrong += [] if error <= 4e-3 else [f"{folder} WRONG: {error:.1e}"]
+            errors = [float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(mine, first)]
+            if not all(e <= 4e-3 for e in errors):  # NaN is no number that is small enough
+                wrong.append(f"{folder} WRONG: {errors}")
         bad += len(wrong)
         del first, mine
         begin = time.time()
         while time.time() - begin < LOAD:
-            for choice in choices:
-                run(choice)
+            for folder in folders:
+                take(folder)
+                b.run()
             torch.cuda.synchronize()
         taken = [[] for _ in folders]
         for turn in range(ROUNDS):
             for i in range(len(folders)):
                 j = (i + turn) % len(folders)
-                taken[j].append(timed(lambda: run(choices[j]), reps=CALLS, warm=1))
+                take(folders[j])
+                taken[j].append(timed(b.run, reps=CALLS, warm=1))
         ms = [sorted(t)[len(t) // 2] for t in taken]
         print(f"  {name:16s}" + "".join(f"{x:13.4f}" for x in ms) + "  " + "".join(f" {x / ms[0]:.3f}" for x in ms[1:]) + "".join("  " + w for w in wrong), flush=True)
-        del p, f, b
-        torch.cuda.empty_cache()
+        del p, b, take
     return bad
 
 
