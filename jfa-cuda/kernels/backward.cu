@@ -614,7 +614,7 @@ __device__ void delta_warp(SharedMemory& shared, const JfaBackwardParams& p, int
     if (me == 1) raise(true);
 }
 
-__device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
+__device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p, const CUtensorMap* map_k, const CUtensorMap* map_v) {
     uint32_t chained = 0;
     // The following item is asked for here: three answers of the L2, one after the other, that the producer must not wait for.
     if (ptx::lane_id() == 0) shared.asked = 0, shared.last_asked = no_item;
@@ -629,6 +629,13 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p) {
     every_step(
         shared, [] {},
         [&](const Segment& s) {
+            // Where a tile has one step, the next keys come too late once the buffer is free: from the L2 they come in half the time.
+            if (pairs && s.hi - s.lo == 1 && s.kv_len > cluster * keys && s.head == s.kv_head * p.group) {
+                const int lane = ptx::lane_id(), key0 = s.key0 + lane / 2 % 2 * 64, rows = min(64, s.kv_len - key0);
+                if (lane < 8 && lane % 2 < chunks && rows > 0)
+                    ptx::tma_prefetch_rows(lane < 4 ? map_k : map_v, 64 * (lane % 2), s.kv_row + key0, rows, s.kv_head);
+                __syncwarp();
+            }
             if (s.lo >= s.hi && s.look_at >= 0) ask();
         },
         [&](const Segment& s, int i, uint32_t step) {
@@ -920,8 +927,14 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                             value = 8 * x + e >= from && 8 * x + e < to ? value : 0.0f;
                         }
                 };
-                mask_row(g.key0 + own_row + lane / 4, 0);
-                mask_row(g.key0 + own_row + lane / 4 + 8, 1);
+                if (p.mask.left < 0 && p.mask.right < 0) {  // only the sequence's end cuts, and whole keys
+                    const int key = g.key0 + own_row + lane / 4, end = g.kv_len;
+#pragma unroll
+                    for (int x = 0; x < q_tile / 2; ++x) s[x] = key + (x & 2 ? 8 : 0) < end ? s[x] : 0.0f;
+                } else {
+                    mask_row(g.key0 + own_row + lane / 4, 0);
+                    mask_row(g.key0 + own_row + lane / 4 + 8, 1);
+                }
             }
 #pragma unroll
             for (int x = 0; x < q_tile / 16; ++x)
@@ -1120,7 +1133,7 @@ JFA_ENTRY(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
             produce(shared, p, &map_q, &map_k, &map_v, &map_o, &map_do);
             return;
         } else if (warp == 3) {
-            lse_warp(shared, p);
+            lse_warp(shared, p, &map_k, &map_v);
         } else {
             delta_warp(shared, p, warp - 1);
         }

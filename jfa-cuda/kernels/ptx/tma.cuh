@@ -16,6 +16,11 @@ __device__ __forceinline__ void tma_load_rows(const CUtensorMap* map, uint64_t* 
                  ::"r"(smem_address(smem)), "l"(map), "r"(smem_address(bar)), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head),
                  "r"(JFA_BOUND) : "memory");
 }
+// Into the L2 what tma_load_rows would read.
+__device__ __forceinline__ void tma_prefetch_rows(const CUtensorMap* map, int column, int first, int rows, int head) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];"
+                 ::"l"(map), "r"(column), "r"(JFA_BOUND - rows), "r"(first + rows), "r"(head), "r"(JFA_BOUND) : "memory");
+}
 // Stores rows [first, first + rows) of a head; the rest of the box is dropped.
 __device__ __forceinline__ void tma_store_rows(const CUtensorMap* map, const void* smem, int column, int first, int rows, int head) {
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
