@@ -915,10 +915,9 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
 #pragma unroll
             for (int x = 0; x < q_tile / 2; ++x) s[x] = ptx::exp2_approx(ptx::min_nan(s[x] * p.scale_log2, 0.0f));
             if (block < whole_lo || block >= whole_hi) {
-                const int q0 = block * q_tile, shift = diagonal_shift(p.mask, g.q_len, g.kv_len);
-                const auto mask_row = [&](int key, int half) {
-                    const int from = key < g.kv_len ? first_row(p.mask, key, shift) - q0 - column : 1 << 20;
-                    const int to = end_row(p.mask, key, shift, 0x7FFFFFFF) - q0 - column;
+                const int q0 = block * q_tile, shift = diagonal_shift(p.mask, g.q_len, g.kv_len), key = g.key0 + own_row + lane / 4;
+                // Of one of the thread's two keys, what is not in [from, to) of the thread's rows.
+                const auto cut = [&](int half, int from, int to) {
 #pragma unroll
                     for (int x = 0; x < q_tile / 8; ++x)
 #pragma unroll
@@ -927,13 +926,20 @@ __device__ void consume(SharedMemory& shared, const JfaBackwardParams& p, const 
                             value = 8 * x + e >= from && 8 * x + e < to ? value : 0.0f;
                         }
                 };
-                if (p.mask.left < 0 && p.mask.right < 0) {  // only the sequence's end cuts, and whole keys
-                    const int key = g.key0 + own_row + lane / 4, end = g.kv_len;
+                constexpr int everywhere = 1 << 20;
+                if (block < whole_lo) {  // rows in front of those that see a key, or no key at all: the sequence ends
+                    if (p.mask.right < 0) {
 #pragma unroll
-                    for (int x = 0; x < q_tile / 2; ++x) s[x] = key + (x & 2 ? 8 : 0) < end ? s[x] : 0.0f;
-                } else {
-                    mask_row(g.key0 + own_row + lane / 4, 0);
-                    mask_row(g.key0 + own_row + lane / 4 + 8, 1);
+                        for (int x = 0; x < q_tile / 2; ++x) s[x] = key + (x & 2 ? 8 : 0) < g.kv_len ? s[x] : 0.0f;
+                    } else {
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+                            cut(half, key + 8 * half < g.kv_len ? first_row(p.mask, key + 8 * half, shift) - q0 - column : everywhere, everywhere);
+                    }
+                }
+                if (block >= whole_hi) {  // rows behind them
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) cut(half, -everywhere, end_row(p.mask, key + 8 * half, shift, 0x7FFFFFFF) - q0 - column);
                 }
             }
 #pragma unroll

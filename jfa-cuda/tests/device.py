@@ -376,6 +376,8 @@ def shapes():
         yield f"full-{m}", lambda m=m: Problem([m] * 1152, [m] * 1152, 4)
     for m in (256, 512, 1024, 2048):
         yield f"cross-{m}", lambda m=m: Problem([m] * 1152, [256] * 1152, 4)
+    for m in (256, 512):
+        yield f"causal-{m}", lambda m=m: Problem(*(2 * [uniform(1152, m, 2025 + m)]), 4, causal=True)
     for m in (32, 128):
         yield f"pma-{m}", lambda m=m: Problem([0] * 1152, uniform(1152, 2048, 7), 4, broadcast=m)
     for m in (32, 128):  # the same with a copy of the query for every sequence, as other libraries take it
