@@ -8,8 +8,8 @@
 //               left operands, ds^T goes to shared memory once for dq. s^T starts from -lse: what the product leaves is the exponent of
 //               p^T. delta is added to dp^T when it is there: it is the last thing a step waits for (head_dim 64: dp^T starts from it)
 //   roles       producer warpgroup: warp 0: schedule and TMA; warps 1, 2: delta = rowsum(o * do), once per block of rows; warp 3: lse,
-//               waits for flags, asks for the next item. Warpgroup of dq. Two consumer warpgroups of 64 keys each, which go their own
-//               ways: they meet nobody but through barriers of buffers
+//               waits for flags, asks for the next item and for the keys of one-step tiles into the L2. Warpgroup of dq. Two consumer
+//               warpgroups of 64 keys each, which go their own ways: they meet nobody but through barriers of buffers
 //   delta       of a pair, each CTA multiplies half of the rows of o do^T and sends what it has to its neighbour. Whatever is added to these
 //               two warps' work in a step, the step waits for (docs/performance.md)
 //   dq          a step's dq is multiplied in two halves (32 registers). Of a pair, each CTA sends one half to its neighbour, multiplies the
@@ -629,7 +629,8 @@ __device__ void lse_warp(SharedMemory& shared, const JfaBackwardParams& p, const
     every_step(
         shared, [] {},
         [&](const Segment& s) {
-            // Where a tile has one step, the next keys come too late once the buffer is free: from the L2 they come in half the time.
+            // Where tiles have one step, the next keys come too late when they are asked for once their buffer is free: from the L2 they come
+            // in half the time. Not where a pass has all keys: nothing repeats there, and it would only delay what else is asked for.
             if (pairs && s.hi - s.lo == 1 && s.kv_len > cluster * keys && s.head == s.kv_head * p.group) {
                 const int lane = ptx::lane_id(), key0 = s.key0 + lane / 2 % 2 * 64, rows = min(64, s.kv_len - key0);
                 if (lane < 8 && lane % 2 < chunks && rows > 0)
