@@ -610,8 +610,8 @@ typedef struct jfa_problem {
      */
     int32_t reserved;
     /**
-     * Longest query sequence you expect, 0 if unknown: a hint for speed, which no backend of this version looks at. A wrong
-     * hint never changes a result.
+     * Longest query sequence you expect, 0 if unknown: a hint for speed, by which `cuda` chooses between backwards under a causal
+     * mask. A wrong hint costs time, never a right result; with `JFA_FLAG_DETERMINISTIC` no bit depends on it.
      */
     int64_t max_q_len_hint;
     /**

@@ -277,8 +277,8 @@ pub struct jfa_problem {
     pub scale: f32,
     /// Must be 0.
     pub reserved: i32,
-    /// Longest query sequence you expect, 0 if unknown: a hint for speed, which no backend of this version looks at. A wrong
-    /// hint never changes a result.
+    /// Longest query sequence you expect, 0 if unknown: a hint for speed, by which `cuda` chooses between backwards under a causal
+    /// mask. A wrong hint costs time, never a right result; with `JFA_FLAG_DETERMINISTIC` no bit depends on it.
     pub max_q_len_hint: i64,
     /// Longest key/value sequence you expect, 0 if unknown: likewise.
     pub max_kv_len_hint: i64,

@@ -52,9 +52,9 @@ pub struct Problem {
     pub deterministic: bool,
     /// Write exact zeros (lse: -inf) to rows that belong to no sequence, instead of leaving them.
     pub zero_unused_rows: bool,
-    /// A hint for launch shapes, never needed for right results.
+    /// Longest query sequence expected: a hint for what is fastest, never needed for right results.
     pub max_q_len_hint: Option<i64>,
-    /// A hint for launch shapes, never needed for right results.
+    /// The same of keys.
     pub max_kv_len_hint: Option<i64>,
 }
 

@@ -180,6 +180,8 @@ impl Way {
 
 /// Mean rows and keys of a sequence from which tiles in any order are faster than pairs.
 const UNORDERED_MEAN: i64 = 600;
+/// The same under a causal mask, where no sequence is expected to be much longer than the mean.
+const EVEN_CAUSAL_MEAN: i64 = 800;
 /// And from which passes of their own are, where tiles in any order are not: under wide groups of query heads, and under windows.
 const SPLIT_MEAN: i64 = 1000;
 const WINDOW_SPLIT_MEAN: i64 = 2000;
@@ -189,7 +191,7 @@ const UNORDERED_GROUP: i64 = 4;
 /// The variant's way, or the fastest, as measured (docs/performance.md, "Backward"): over long sequences a pair walks the same rows once for
 /// every two tiles and waits for the sums of others. A window leaves a tile few rows, a large group few tiles.
 ///
-/// Means come from the capacities. The gradients are the same to rounding, not to the bit, and so there is no choice where
+/// Means come from the capacities, the longest lengths from the hints. The gradients are the same to rounding, not to the bit, and so there is no choice where
 /// the bits of a sequence must not depend on the run or its batch.
 fn way_of(problem: &Problem, variant: Option<&str>) -> Way {
     if problem.deterministic || problem.uses_kv_index || problem.query != Query::Jagged {
@@ -201,10 +203,14 @@ fn way_of(problem: &Problem, variant: Option<&str>) -> Way {
     let mean = problem.total_q.min(problem.total_kv) / problem.batch.max(1);
     let windowed = mask_params(problem.mask).left >= 0;
     let wide = problem.group() > UNORDERED_GROUP;
+    let causal = mask_params(problem.mask).right >= 0;
+    // Lengths from 1 to twice the mean, all as frequent, and a little more.
+    let even =
+        problem.max_q_len_hint.max(problem.max_kv_len_hint).is_some_and(|longest| longest <= 2 * mean + mean / 4);
     if windowed || wide {
         let least = if wide { SPLIT_MEAN } else { WINDOW_SPLIT_MEAN };
         if mean >= least { Way::Split } else { Way::Pairs }
-    } else if mean >= UNORDERED_MEAN {
+    } else if mean >= if causal && even { EVEN_CAUSAL_MEAN } else { UNORDERED_MEAN } {
         Way::Unordered
     } else {
         Way::Pairs

@@ -855,12 +855,22 @@ fn which_backward_a_problem_takes() {
             .build()
             .unwrap()
     };
+    let hinted = |mut problem: Problem, q, kv| {
+        (problem.max_q_len_hint, problem.max_kv_len_hint) = (q, kv);
+        problem
+    };
     // It is the mean of the capacities of ten sequences that counts.
     for (problem, expected) in [
         (of(1, 599, 900, Mask::Full, false), &pairs[..]),
         (of(1, 900, 599, Mask::Full, false), &pairs[..]),
         (of(1, 600, 600, Mask::Full, false), &unordered[..]),
         (of(4, 600, 600, causal, false), &unordered[..]),
+        // Under a causal mask pairs go further, where hints say that no sequence is much longer than the mean.
+        (hinted(of(4, 799, 799, causal, false), None, Some(1797)), &pairs[..]),
+        (hinted(of(4, 799, 799, causal, false), None, Some(1799)), &unordered[..]),
+        (hinted(of(4, 799, 799, causal, false), Some(1799), Some(1000)), &unordered[..]),
+        (hinted(of(4, 800, 800, causal, false), Some(800), Some(800)), &unordered[..]),
+        (hinted(of(4, 700, 700, Mask::Full, false), Some(700), Some(700)), &unordered[..]),
         // No bound that cuts off earlier keys.
         (of(1, 900, 900, window(Some(u32::MAX), None), false), &unordered[..]),
         (of(1, 900, 900, window(None, Some(5)), false), &unordered[..]),
