@@ -81,5 +81,5 @@ pub(crate) fn map_of(info: &KernelInfo, parameter: &str, shape: impl FnOnce(Tile
     let tile = shape(p.tile.ok_or_else(|| bad("has no tile"))?);
     // Every tensor of a kernel has 16-bit elements; a row of a box is one swizzle span.
     let swizzle = Swizzle::of_span(u64::from(tile.cols) * 2).ok_or_else(|| bad("has a tile without a swizzle"))?;
-    Ok(JaggedMap { box_cols: tile.cols, box_rows: tile.rows, box_heads: tile.heads, swizzle })
+    Ok(JaggedMap { box_heads: tile.heads, ..JaggedMap::tile(tile.cols, tile.rows, swizzle) })
 }

@@ -10,7 +10,7 @@ use jfa_core::{
     Stream, TensorView,
 };
 use jfa_driver::schedule::{Schedule, Shape, SharedKernels, Split, Units, address, aligned, constant, mask_params};
-use jfa_driver::{CachedMap, DriverError, KernelArg, KernelSet, Scope, TensorMap};
+use jfa_driver::{CachedMap, DriverError, JaggedMap, KernelArg, KernelSet, L2Promotion, Scope, TensorMap};
 
 use crate::kernels::{ALIGNMENT, Wanted, choose, map_of, no_backward};
 use crate::params::{Address, BACKWARD_BLOCK_BYTES, BackwardParams, ForwardParams, MAX_ROWS, PrepareParams};
@@ -407,7 +407,12 @@ impl CudaPlan {
         let info = &kernels[backward];
         info.assumes_at_most(ALIGNMENT)?;
         kernels[reduce].assumes_at_most(ALIGNMENT)?;
-        let map = |parameter| map_of(info, parameter, |t| t).map(CachedMap::new);
+        // With 256 bytes at a time, what the kernel prefetches gains it nothing: 1.56 ms instead of 1.48 for 32 rows under long keys, the
+        // same elsewhere (docs/performance.md, "Version 16 of the pairs").
+        let map = |parameter| {
+            let map = map_of(info, parameter, |t| t)?;
+            Ok(CachedMap::new(JaggedMap { l2_promotion: L2Promotion::B128, ..map }))
+        };
         let blocks = info.cluster[0];
         Ok(ChosenBackward::Whole(Box::new(WholeBackward {
             backward,

@@ -14,7 +14,7 @@ use jfa_cuda::params::{
 };
 use jfa_cuda::{BUNDLES, CudaBackend};
 use jfa_driver::recorder::{Launched, Recorder};
-use jfa_driver::{JaggedMap, TensorMapSpec};
+use jfa_driver::{JaggedMap, L2Promotion, TensorMapSpec};
 
 /// The last argument of a launch, as a structure.
 fn params<T: Copy>(launch: &Launched) -> T {
@@ -565,6 +565,8 @@ fn backward_of_short_keys_broadcast_queries_and_empty_sides() {
     }
     let l = run_backward(&gpu, &plan, &layout, &args).unwrap().remove(0);
     assert!((0..7).all(|i| gpu.map(&l, i).dims[2] == 9001));
+    // Keys are prefetched box by box.
+    assert!((0..7).all(|i| gpu.map(&l, i).l2_promotion == L2Promotion::B128));
 }
 
 #[test]
@@ -818,6 +820,7 @@ fn long_sequences_take_the_unordered_backward() {
         assert_eq!(maps.iter().map(|m| m.tensor).collect::<Vec<_>>(), ["q", "k", "v", "d_o", "dk", "dv"]);
         let rows_of_box = maps.iter().map(|m| i64::from(m.box_dims[1])).collect::<Vec<_>>();
         assert_eq!(rows_of_box, [rows, 128, 128, rows, 16, 16]);
+        assert!(maps.iter().all(|m| m.l2_promotion == L2Promotion::B256));
         assert_eq!((b.dq, b.dk, b.dv), (0x1800_0000, 0x2800_0000, 0x3800_0000));
         assert_eq!((b.heads_kv, b.group, i64::from(b.blocks), b.broadcast), (2, 2, blocks, 0));
         assert_eq!((b.o_rows, b.kv_rows, b.ctas), (9000, 8000, 132));

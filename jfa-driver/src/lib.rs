@@ -34,4 +34,4 @@ pub use bundle::{Bundle, ImageKind, KernelInfo, Manifest};
 pub use error::{DriverError, Result};
 pub use gpu::{DeviceInfo, Gpu, KernelArg, KernelHandle, LaunchShape, Scope};
 pub use kernels::{Kernel, KernelSet};
-pub use tensor_map::{CachedMap, Element, JaggedMap, Swizzle, TensorMap, TensorMapSpec};
+pub use tensor_map::{CachedMap, Element, JaggedMap, L2Promotion, Swizzle, TensorMap, TensorMapSpec};

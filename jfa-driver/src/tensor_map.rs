@@ -83,6 +83,15 @@ impl Swizzle {
     }
 }
 
+/// How many bytes the L2 fetches from memory around what a copy asks for, at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum L2Promotion {
+    /// 128 bytes: for tensors that kernels prefetch box by box.
+    B128,
+    /// 256 bytes.
+    B256,
+}
+
 /// Everything a tiled tensor map is made from. Dimension 0 is the innermost; elements outside `dims` read as zero and
 /// are dropped by stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -103,6 +112,8 @@ pub struct TensorMapSpec {
     pub box_dims: [u32; 5],
     /// Permutation in shared memory.
     pub swizzle: Swizzle,
+    /// Fetch from memory.
+    pub l2_promotion: L2Promotion,
 }
 
 impl TensorMapSpec {
@@ -164,6 +175,8 @@ pub struct JaggedMap {
     pub box_heads: u32,
     /// Permutation in shared memory.
     pub swizzle: Swizzle,
+    /// Fetch from memory.
+    pub l2_promotion: L2Promotion,
 }
 
 impl JaggedMap {
@@ -174,7 +187,7 @@ impl JaggedMap {
 
     /// Boxes of `box_rows` rows of one head, `box_cols` columns wide, with the swizzle of that width.
     pub const fn tile(box_cols: u32, box_rows: u32, swizzle: Swizzle) -> Self {
-        JaggedMap { box_cols, box_rows, box_heads: 1, swizzle }
+        JaggedMap { box_cols, box_rows, box_heads: 1, swizzle, l2_promotion: L2Promotion::B256 }
     }
 
     /// The map's description for a tensor. `view.rows`, `view.heads` and `view.dim` are at least 1.
@@ -222,6 +235,7 @@ impl JaggedMap {
             strides: [row_bytes, row_bytes, head_bytes, wrap],
             box_dims: [self.box_cols, self.box_rows, 1, self.box_heads, 1],
             swizzle: self.swizzle,
+            l2_promotion: self.l2_promotion,
         };
         spec.validate()?;
         Ok(spec)
@@ -348,7 +362,7 @@ mod tests {
     #[test]
     fn several_heads_in_a_box() {
         let v = view(100, 8, 64, 8 * 64, 64);
-        let map = JaggedMap { box_cols: 64, box_rows: 16, box_heads: 4, swizzle: Swizzle::B128 };
+        let map = JaggedMap { box_heads: 4, ..JaggedMap::tile(64, 16, Swizzle::B128) };
         let spec = map.spec("q", &v).unwrap();
         let got = read_box(&spec, map.coordinates(0, 10, 3, 4));
         let real = got.iter().filter(|a| a.is_some()).count();
@@ -389,7 +403,7 @@ mod tests {
         assert!(e.contains("address = 0x7f0000000002: must be a multiple of 16"), "{e}");
         let wide = JaggedMap::tile(128, 64, Swizzle::B128);
         assert!(wide.spec("q", &view(9, 2, 128, 256, 128)).unwrap_err().to_string().contains("box[0] = 128"));
-        let tall = JaggedMap { box_cols: 64, box_rows: 300, box_heads: 1, swizzle: Swizzle::B128 };
+        let tall = JaggedMap::tile(64, 300, Swizzle::B128);
         assert!(tall.spec("q", &view(9, 2, 128, 256, 128)).unwrap_err().to_string().contains("box[1] = 300"));
     }
 

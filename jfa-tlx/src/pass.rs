@@ -138,12 +138,8 @@ fn map_of(info: &KernelInfo, p: &Parameter, packed_log2: u32) -> Result<JaggedMa
     if tile.rows >> packed_log2 == 0 {
         return Err(bad("has fewer rows than heads are packed into it"));
     }
-    Ok(JaggedMap {
-        box_cols: tile.cols,
-        box_rows: tile.rows >> packed_log2,
-        box_heads: tile.heads << packed_log2,
-        swizzle,
-    })
+    let one_head = JaggedMap::tile(tile.cols, tile.rows >> packed_log2, swizzle);
+    Ok(JaggedMap { box_heads: tile.heads << packed_log2, ..one_head })
 }
 
 fn grid_of(info: &KernelInfo) -> Result<Grid> {

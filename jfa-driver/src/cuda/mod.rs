@@ -12,7 +12,7 @@ use jfa_core::{DataPtr, Stream};
 use crate::gpu::Entered;
 use crate::{
     Arch, ComputeCapability, DeviceInfo, DriverError, Element, Gpu, ImageKind, KernelArg, KernelHandle, KernelInfo,
-    LaunchShape, Result, Swizzle, TensorMap, TensorMapSpec,
+    L2Promotion, LaunchShape, Result, Swizzle, TensorMap, TensorMapSpec,
 };
 
 pub use memory::CudaMemory;
@@ -313,7 +313,7 @@ impl Gpu for CudaGpu {
     }
 
     fn encode(&self, spec: &TensorMapSpec) -> Result<TensorMap> {
-        use sys::{CUtensorMapDataType_enum as T, CUtensorMapSwizzle_enum as S};
+        use sys::{CUtensorMapDataType_enum as T, CUtensorMapL2promotion_enum as P, CUtensorMapSwizzle_enum as S};
         spec.validate()?;
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         // SAFETY: the arrays have at least `rank` entries (strides one fewer), and validate() has checked what the
@@ -339,7 +339,10 @@ impl Gpu for CudaGpu {
                     Swizzle::B64 => S::CU_TENSOR_MAP_SWIZZLE_64B,
                     Swizzle::B128 => S::CU_TENSOR_MAP_SWIZZLE_128B,
                 },
-                sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                match spec.l2_promotion {
+                    L2Promotion::B128 => P::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                    L2Promotion::B256 => P::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                },
                 sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         };
