@@ -191,8 +191,8 @@ const UNORDERED_GROUP: i64 = 4;
 /// The variant's way, or the fastest, as measured (docs/performance.md, "Backward"): over long sequences a pair walks the same rows once for
 /// every two tiles and waits for the sums of others. A window leaves a tile few rows, a large group few tiles.
 ///
-/// Means come from the capacities, the longest lengths from the hints. The gradients are the same to rounding, not to the bit, and so there is no choice where
-/// the bits of a sequence must not depend on the run or its batch.
+/// Means come from the capacities, the longest lengths from the hints. The gradients are the same to rounding, not to the
+/// bit, and so there is no choice where the bits of a sequence must not depend on the run or its batch.
 fn way_of(problem: &Problem, variant: Option<&str>) -> Way {
     if problem.deterministic || problem.uses_kv_index || problem.query != Query::Jagged {
         return Way::Pairs;
@@ -203,17 +203,16 @@ fn way_of(problem: &Problem, variant: Option<&str>) -> Way {
     let mean = problem.total_q.min(problem.total_kv) / problem.batch.max(1);
     let windowed = mask_params(problem.mask).left >= 0;
     let wide = problem.group() > UNORDERED_GROUP;
-    let causal = mask_params(problem.mask).right >= 0;
-    // Lengths from 1 to twice the mean, all as frequent, and a little more.
-    let even =
-        problem.max_q_len_hint.max(problem.max_kv_len_hint).is_some_and(|longest| longest <= 2 * mean + mean / 4);
     if windowed || wide {
         let least = if wide { SPLIT_MEAN } else { WINDOW_SPLIT_MEAN };
         if mean >= least { Way::Split } else { Way::Pairs }
-    } else if mean >= if causal && even { EVEN_CAUSAL_MEAN } else { UNORDERED_MEAN } {
-        Way::Unordered
     } else {
-        Way::Pairs
+        let causal = mask_params(problem.mask).right >= 0;
+        // Lengths from 1 to twice the mean, all as frequent, and a little more.
+        let longest = problem.max_q_len_hint.max(problem.max_kv_len_hint);
+        let even = longest.is_some_and(|n| n <= 2 * mean + mean / 4);
+        let least = if causal && even { EVEN_CAUSAL_MEAN } else { UNORDERED_MEAN };
+        if mean >= least { Way::Unordered } else { Way::Pairs }
     }
 }
 

@@ -114,7 +114,7 @@ class Backward(Gradients):
         longest = max(p.lk, default=0)
         blocks = p.heads * self.blocks * slices if longest > KEYS or p.broadcast else 0
         self.partial = torch.full((max(blocks, 1) * BLOCK_BYTES // 4,), float("nan"), device="cuda")
-        self.maps = [tensor_map(t, rows) for t, rows in ((p.q, 64), (p.k, 64), (p.v, 64), (o, 32), (p.do, 64), (self.dk, 16), (self.dv, 16))]
+        self.maps = [tensor_map(t, rows, l2_bytes=128) for t, rows in ((p.q, 64), (p.k, 64), (p.v, 64), (o, 32), (p.do, 64), (self.dk, 16), (self.dv, 16))]
         self.launched_with = self.params(self.ctas)
 
     def run(self):

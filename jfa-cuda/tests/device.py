@@ -95,8 +95,9 @@ def launch_schedule(kernel, params):
 BOUND = 1 << 25
 
 
-def tensor_map(t, box_rows, box_heads=1):
-    """The map of a [rows, heads, dim] tensor with a movable row bound (params.h, JFA_BOUND)."""
+def tensor_map(t, box_rows, box_heads=1, l2_bytes=256):
+    """The map of a [rows, heads, dim] tensor with a movable row bound (params.h, JFA_BOUND). `l2_bytes`: its L2 promotion, 128 or 256; by
+    default the library's."""
     rows, heads, dim = t.shape
     stride, head_stride = t.stride(0) * 2, t.stride(1) * 2
     raw = C.create_string_buffer(128 + 64)
@@ -107,7 +108,7 @@ def tensor_map(t, box_rows, box_heads=1):
     box = (u32 * 5)(64, box_rows, 1, box_heads, 1)
     one = (u32 * 5)(1, 1, 1, 1, 1)
     kind = {torch.bfloat16: 9, torch.float16: 6}[t.dtype]
-    promotion = int(os.environ.get("PROMOTION", "2"))
+    promotion = {128: 2, 256: 3}[l2_bytes]
     ok(cuda.cuTensorMapEncodeTiled(ptr(address), kind, 5, C.c_uint64(t.data_ptr()), dims, strides, box, one, 0, 3, promotion, 0),
        "cuTensorMapEncodeTiled")
     out = (C.c_char * 128).from_address(address)
