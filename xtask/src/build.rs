@@ -13,7 +13,7 @@ use jfa_driver::{Arch, Bundle, KernelInfo, cubin};
 
 use crate::Places;
 use crate::rows::{Family, Row};
-use crate::sass::{self, WorkLoop};
+use crate::sass;
 use crate::toolchain::{self, Compiled, Notes, Toolchain, Usage};
 
 /// A source states numbers for the launcher in `__constant__ unsigned` variables with this prefix.
@@ -171,16 +171,20 @@ fn build_family(places: &Places, options: &Options, family: &Family) -> Result<V
         return Ok(differences);
     }
     outputs.push((family.bundles.join("resources.md"), resources(family, table).into_bytes()));
-    let mut rows = Vec::new();
-    for job in &jobs {
-        if let Some(loops) = &compiled[&job.key].notes.loops {
-            rows.push((job.arch, job.row.name.as_str(), loops.as_slice()));
-        }
+    let loops_path = family.bundles.join(LOOPS_TABLE);
+    let mut rows: Vec<_> = jobs
+        .iter()
+        .filter_map(|job| {
+            let loops = compiled[&job.key].notes.loops.as_ref()?;
+            let name = job.row.name.as_str();
+            Some((job.arch, name, sass::table_rows(&job.arch.to_string(), name, loops)))
+        })
+        .collect();
+    if partial && loops_path.exists() {
+        rows.extend(kept_loops(family, &jobs, &std::fs::read_to_string(&loops_path)?));
     }
-    // Loops are known of what was compiled: the table is written with all kernels or left alone.
-    let all: usize = family.rows.iter().map(|r| r.archs.len()).sum();
-    if jobs.len() == all && !rows.is_empty() {
-        outputs.push((family.bundles.join(LOOPS_TABLE), work_loops(family, rows).into_bytes()));
+    if !rows.is_empty() {
+        outputs.push((loops_path, work_loops(family, rows).into_bytes()));
     }
     if options.check {
         for (path, bytes) in &outputs {
@@ -553,8 +557,21 @@ fn strays(family: &Family, outputs: &[(PathBuf, Vec<u8>)]) -> Result<Vec<String>
     Ok(out)
 }
 
-/// The table of what the work loops of each kernel are made of.
-fn work_loops(family: &Family, mut rows: Vec<(Arch, &str, &[WorkLoop])>) -> String {
+/// Of the table of work loops as it is, the rows of kernels that are not compiled now.
+fn kept_loops<'a>(family: &'a Family, jobs: &[Job], table: &str) -> Vec<(Arch, &'a str, String)> {
+    let of = |line: &str| {
+        let mut cells = line.strip_prefix("| ")?.split(" | ");
+        let (arch, kernel) = (cells.next()?, cells.next()?);
+        let row = family.rows.iter().find(|r| r.name == kernel)?;
+        let arch = *row.archs.iter().find(|a| a.to_string() == arch)?;
+        let compiled = jobs.iter().any(|job| job.arch == arch && job.row.name == kernel);
+        (!compiled).then(|| (arch, row.name.as_str(), format!("{line}\n")))
+    };
+    table.lines().filter_map(of).collect()
+}
+
+/// The table of what the work loops of each kernel are made of, from the rows of each: those of one kernel in their order.
+fn work_loops(family: &Family, mut rows: Vec<(Arch, &str, String)>) -> String {
     rows.sort_by(|a, b| (a.0.capability, a.1).cmp(&(b.0.capability, b.1)));
     let mut out = format!(
         "# Work loops of the kernels of {}\n\nWritten by `cargo xtask kernels`, from the disassembler's listing: every innermost \
@@ -564,9 +581,7 @@ fn work_loops(family: &Family, mut rows: Vec<(Arch, &str, &[WorkLoop])>) -> Stri
         family.owner,
         sass::table_head()
     );
-    for (arch, name, loops) in rows {
-        out += &sass::table_rows(&arch.to_string(), name, loops);
-    }
+    out.extend(rows.into_iter().map(|(_, _, text)| text));
     out
 }
 
@@ -666,18 +681,47 @@ mod tests {
         }
     }
 
-    #[test]
-    fn digests_of_all_kernels_are_compared() {
-        let folder = tempfile::tempdir().unwrap();
-        let family = Family {
+    fn family_in(folder: &Path, rows: Vec<Row>) -> Family {
+        Family {
             owner: "owner".to_owned(),
-            folder: folder.path().to_owned(),
-            bundles: folder.path().to_owned(),
+            folder: folder.to_owned(),
+            bundles: folder.to_owned(),
             bundle: "b".to_owned(),
             toolchain: "triton".to_owned(),
             flags: Vec::new(),
-            rows: vec![row("one"), row("two")],
+            rows,
+        }
+    }
+
+    #[test]
+    fn work_loops_of_kernels_that_are_not_compiled_stay() {
+        let mut one = row("one");
+        one.archs.push(Arch::SM_100A);
+        let family = family_in(Path::new("."), vec![one, row("two")]);
+        let line =
+            |arch: Arch, name: &str, at: &str| (arch, name.to_owned(), format!("| {arch} | {name} | {at} | 5 |\n"));
+        let old = [
+            line(Arch::SM_90A, "gone", "0x10"),
+            line(Arch::SM_90A, "one", "0x20"),
+            line(Arch::SM_90A, "one", "0x08"),
+            line(Arch::SM_90A, "two", "0x30"),
+            line(Arch::SM_100A, "one", "0x40"),
+        ];
+        let table = |lines: &[(Arch, String, String)]| {
+            work_loops(&family, lines.iter().map(|(a, n, t)| (*a, n.as_str(), t.clone())).collect())
         };
+        let jobs = [Job { row: &family.rows[1], arch: Arch::SM_90A, key: "01".to_owned() }];
+        let mut rows = vec![(Arch::SM_90A, "two", "| sm_90a | two | 0x99 | 6 |\n".to_owned())];
+        rows.extend(kept_loops(&family, &jobs, &table(&old)));
+        let new = work_loops(&family, rows);
+        let expected = [old[1].clone(), old[2].clone(), line(Arch::SM_90A, "two", "0x99"), old[4].clone()];
+        assert_eq!(new, table(&expected).replace("| two | 0x99 | 5 |", "| two | 0x99 | 6 |"));
+    }
+
+    #[test]
+    fn digests_of_all_kernels_are_compared() {
+        let folder = tempfile::tempdir().unwrap();
+        let family = family_in(folder.path(), vec![row("one"), row("two")]);
         let job = |i: usize, key: &str| Job { row: &family.rows[i], arch: Arch::SM_90A, key: key.to_owned() };
         let jobs = [job(0, "01"), job(1, "02")];
         let missing = compare_digests(&family, &jobs).unwrap();
