@@ -562,8 +562,10 @@ fn kept_loops<'a>(family: &'a Family, jobs: &[Job], table: &str) -> Vec<(Arch, &
     let of = |line: &str| {
         let mut cells = line.strip_prefix("| ")?.split(" | ");
         let (arch, kernel) = (cells.next()?, cells.next()?);
-        let row = family.rows.iter().find(|r| r.name == kernel)?;
-        let arch = *row.archs.iter().find(|a| a.to_string() == arch)?;
+        // A kernel may have a row of its own for every architecture.
+        let mut named =
+            family.rows.iter().filter(|r| r.name == kernel).flat_map(|r| r.archs.iter().map(move |a| (r, *a)));
+        let (row, arch) = named.find(|(_, a)| a.to_string() == arch)?;
         let compiled = jobs.iter().any(|job| job.arch == arch && job.row.name == kernel);
         (!compiled).then(|| (arch, row.name.as_str(), format!("{line}\n")))
     };
@@ -695,9 +697,9 @@ mod tests {
 
     #[test]
     fn work_loops_of_kernels_that_are_not_compiled_stay() {
-        let mut one = row("one");
-        one.archs.push(Arch::SM_100A);
-        let family = family_in(Path::new("."), vec![one, row("two")]);
+        let mut one_elsewhere = row("one");
+        one_elsewhere.archs = vec![Arch::SM_100A];
+        let family = family_in(Path::new("."), vec![row("one"), row("two"), one_elsewhere]);
         let line =
             |arch: Arch, name: &str, at: &str| (arch, name.to_owned(), format!("| {arch} | {name} | {at} | 5 |\n"));
         let old = [
