@@ -730,18 +730,24 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
         const int first_half = exchanges_dq ? rank() ^ 1 : 0;
         const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
         const int row_block0 = uniform(s.block), earlier_end = uniform(s.earlier_end), later_begin = uniform(s.later_begin);
+        // In registers what a step needs: a load from shared memory takes 150 cycles beside the consumers' products.
+        const int rows_end = min(uniform(s.q_len), p.o_rows - uniform(s.q_row)), own_end = rows_end - 16 * warp;
+        char* const dq_rows = static_cast<char*>(p.dq) + uniform(s.q_row) * p.dq_row_bytes + uniform(s.head) * p.dq_head_bytes;
         int block = uniform(s.hi) - 1;
-        const auto remains = [&] { return block >= uniform(static_cast<const volatile Segment&>(s).lo); };
+        const int lo = uniform(s.lo);  // at head_dim 64 there is no register for it
+        const auto remains = [&] { return block >= (q_tile == 64 ? lo : uniform(static_cast<const volatile Segment&>(s).lo)); };
         if (remains()) ptx::mbarrier_wait(&shared.k_full[stage_of(unit)], phase_of(unit));
 #pragma unroll 1
         for (; remains(); --block, ++step) {
             const int stage = stage_of(step);
             const bool adds_earlier = is_broadcast(p) || block < earlier_end, adds_later = is_broadcast(p) || block >= later_begin;
+            // Of a sequence's last block a warp may have no rows: then it multiplies with the others, and nothing comes or leaves.
+            const auto has_rows = [&](int half) { return (q_tile == 128 && !pairs) || block * q_tile + (q_tile == 128 ? 64 * half : 0) < own_end; };
             // What passes before have added, the last one takes along. The L2 answers after 2,000 cycles: what of it the registers hold is asked for ahead of
             // both products, unless others' share is still waited for; the rest behind the second one.
             constexpr int first_part = 5;  // of eight
             float4 part[first_part];
-            const bool takes_sum = adds_earlier && !adds_later, early = takes_sum && exchanges_dq && !(flags & waits);
+            const bool takes_sum = adds_earlier && !adds_later, early = takes_sum && exchanges_dq && !(flags & waits) && has_rows(rank());
             const auto load_sum = [&](int half, int begin, int end) {
                 const float4* const sum = partial_of(row_block0 + block, half);
 #pragma unroll
@@ -759,7 +765,7 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
 #pragma unroll 1
             for (int turn = 0; turn < 2; ++turn) {
                 const int half = first_half ^ turn;
-                const bool goes_over = exchanges_dq && turn == 0, takes = takes_sum && !goes_over;
+                const bool goes_over = exchanges_dq && turn == 0, takes = takes_sum && !goes_over && has_rows(half);
                 if ((flags & waits) && adds_earlier && (turn == 1) == exchanges_dq) {
                     ptx::mbarrier_wait(&shared.chain_full[chained % chain_stages], chained / chain_stages & 1);
                     ++chained;
@@ -772,44 +778,68 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
                 for (int x = 0; x < keys / 16; ++x) ptx::Wgmma<64, T, 1, 1>::ss(dq, ptx::advance(a, x * 2048), ptx::advance(b, x * 2048), x != 0);
                 ptx::wgmma_commit();
                 if (takes && !early) load_sum(half, 0, first_part);
+                // Where there is no sum to take, what the neighbour has sent by now is asked for behind the product likewise: as much at a time as
+                // the registers hold.
+                const bool receives = exchanges_dq && !goes_over;
+                const int at = warp * 32 * 8 + ptx::lane_id();
+                const auto load_received = [&](int begin, int end) {
+#pragma unroll
+                    for (int x = begin; x < end; ++x) part[x - begin] = ptx::load_shared(&shared.received[at + 32 * x].x);
+                };
+                const bool there = receives && !takes && __all_sync(~0u, ptx::mbarrier_test_wait(&shared.received_full, counts & 1));
+                if (there) load_received(0, first_part);
                 if (goes_over) ptx::mbarrier_wait(&shared.neighbour_ready, (counts & 1) ^ 1);
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_hold(dq);
                 if (turn == 1 && ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.ds_empty[stage]);
 
-                const int at = warp * 32 * 8 + ptx::lane_id();
                 if (goes_over) {
-                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(&shared.received_full, 4096);
+                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(&shared.received_full, has_rows(half ^ 1) ? 4096 : 0);
+                    if (!has_rows(half)) continue;
                     const uint32_t to = ptx::map_to_rank(shared.received + at, half), full = ptx::map_to_rank(&shared.received_full, half);
 #pragma unroll
                     for (int x = 0; x < 8; ++x) ptx::store_async(to + 512 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, full);
                     continue;
                 }
-                if (takes) add_sum(0, first_part), load_sum(half, first_part, 8);
-                if (exchanges_dq) {
+                if (receives && !takes && !there) {
                     ptx::mbarrier_wait(&shared.received_full, counts & 1);
-                    counts ^= 1;
+                    load_received(0, first_part);
+                }
+                if (takes || receives) add_sum(0, first_part);
+                if (takes) load_sum(half, first_part, 8);
+                if (receives) {
+                    const auto add_received = [&](int begin, int end) {
 #pragma unroll
-                    for (int x = 0; x < 8; ++x) {
-                        const float4 f = shared.received[at + 32 * x];
-                        dq[4 * x] += f.x, dq[4 * x + 1] += f.y, dq[4 * x + 2] += f.z, dq[4 * x + 3] += f.w;
+                        for (int x = begin; x < end; ++x) {
+                            const float4 f = ptx::load_shared(&shared.received[at + 32 * x].x);
+                            dq[4 * x] += f.x, dq[4 * x + 1] += f.y, dq[4 * x + 2] += f.z, dq[4 * x + 3] += f.w;
+                        }
+                    };
+                    if (takes) {
+                        ptx::mbarrier_wait(&shared.received_full, counts & 1);
+                        add_received(0, first_part);
                     }
+                    add_received(first_part, 8);
+                    counts ^= 1;
                     __syncwarp();
                     if (ptx::lane_id() == 0) ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.neighbour_ready, half ^ 1));
                 }
                 if (takes) add_sum(first_part, 8);
+                if (!has_rows(half)) continue;
                 if (adds_later) {
+                    const auto values = [&](int x) { return float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}; };
+                    if (adds_earlier) {
 #pragma unroll
-                    for (int x = 0; x < 8; ++x) {
-                        const float4 f{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]};
-                        if (adds_earlier) ptx::add_l2(sums + 32 * x, f);
-                        else ptx::store_l2(sums + 32 * x, f);
+                        for (int x = 0; x < 8; ++x) ptx::add_l2(sums + 32 * x, values(x));
+                    } else {
+#pragma unroll
+                        for (int x = 0; x < 8; ++x) ptx::store_l2(sums + 32 * x, values(x));
                     }
                 } else {
                     if (adds_earlier) ptx::discard_l2(reinterpret_cast<const char*>(sums - ptx::lane_id()) + 128 * ptx::lane_id());
                     const int row = 16 * warp + (q_tile == 128 ? 64 * half : 0) + ptx::lane_id() / 4;
-                    store_rows(static_cast<char*>(p.dq) + (s.q_row + block * q_tile) * p.dq_row_bytes + s.head * p.dq_head_bytes, p.dq_row_bytes, row,
-                               min(s.q_len, p.o_rows - s.q_row) - block * q_tile, q_tile == 128 ? 0 : 64 * half, 8 * p.vectors_qk, dq, 8, p.scale);
+                    store_rows(dq_rows + static_cast<long long>(block * q_tile) * p.dq_row_bytes, p.dq_row_bytes, row, rows_end - block * q_tile,
+                               q_tile == 128 ? 0 : 64 * half, 8 * p.vectors_qk, dq, 8, p.scale);
                 }
             }
             if ((flags & raises) && adds_later) {

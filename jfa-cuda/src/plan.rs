@@ -182,9 +182,11 @@ impl Way {
 const UNORDERED_MEAN: i64 = 600;
 /// The same under a causal mask, where no sequence is expected to be much longer than the mean.
 const EVEN_CAUSAL_MEAN: i64 = 800;
-/// And from which passes of their own are, where tiles in any order are not: under wide groups of query heads, and under windows.
+/// The same under a window of at least so many keys. A narrower one leaves a tile few rows.
+const WINDOW_UNORDERED_MEAN: i64 = 2000;
+const WIDE_WINDOW: i64 = 512;
+/// And from which passes of their own are, under wide groups of query heads.
 const SPLIT_MEAN: i64 = 1000;
-const WINDOW_SPLIT_MEAN: i64 = 2000;
 /// Most query heads of a group for tiles in any order: all of them add to dk and dv of one tile, one after another.
 const UNORDERED_GROUP: i64 = 4;
 
@@ -201,13 +203,14 @@ fn way_of(problem: &Problem, variant: Option<&str>) -> Way {
         return way;
     }
     let mean = problem.total_q.min(problem.total_kv) / problem.batch.max(1);
-    let windowed = mask_params(problem.mask).left >= 0;
-    let wide = problem.group() > UNORDERED_GROUP;
-    if windowed || wide {
-        let least = if wide { SPLIT_MEAN } else { WINDOW_SPLIT_MEAN };
-        if mean >= least { Way::Split } else { Way::Pairs }
+    let mask = mask_params(problem.mask);
+    if problem.group() > UNORDERED_GROUP {
+        if mean >= SPLIT_MEAN { Way::Split } else { Way::Pairs }
+    } else if mask.left >= 0 {
+        let wide = mask.right < 0 || i64::from(mask.left) + i64::from(mask.right) >= WIDE_WINDOW;
+        if wide && mean >= WINDOW_UNORDERED_MEAN { Way::Unordered } else { Way::Pairs }
     } else {
-        let causal = mask_params(problem.mask).right >= 0;
+        let causal = mask.right >= 0;
         // Lengths from 1 to twice the mean, all as frequent, and a little more.
         let longest = problem.max_q_len_hint.max(problem.max_kv_len_hint);
         let even = longest.is_some_and(|n| n <= 2 * mean + mean / 4);

@@ -1,6 +1,5 @@
 //! The split backward: dq from one kernel, dk and dv from another. For what the backward in one kernel lacks, which is
-//! `kv_index` and heads above 128, and where it is the faster one: long sequences under a window or with wide groups of
-//! query heads.
+//! `kv_index` and heads above 128, and where it is the faster one: long sequences with wide groups of query heads.
 //!
 //! The sequences that refer to a key/value sequence are found once per batch, by a kernel that runs behind the schedule and
 //! leaves its index behind the schedule in the caller's buffer.
