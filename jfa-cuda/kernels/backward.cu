@@ -741,13 +741,15 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
         for (; remains(); --block, ++step) {
             const int stage = stage_of(step);
             const bool adds_earlier = is_broadcast(p) || block < earlier_end, adds_later = is_broadcast(p) || block >= later_begin;
-            // Of a sequence's last block a warp may have no rows: then it multiplies with the others, and nothing comes or leaves.
-            const auto has_rows = [&](int half) { return (q_tile == 128 && !pairs) || block * q_tile + (q_tile == 128 ? 64 * half : 0) < own_end; };
+            // Of a sequence's last block a warp may have no rows: then it multiplies with the others, and nothing comes or leaves. The first warp has
+            // some, and so nobody is done with an exchange before the neighbour has sent its part of it. (Of halves of the rows, at head_dim 64, one
+            // may be empty: there all are moved.)
+            const auto has_rows = [&] { return q_tile == 128 || block * q_tile < own_end; };
             // What passes before have added, the last one takes along. The L2 answers after 2,000 cycles: what of it the registers hold is asked for ahead of
             // both products, unless others' share is still waited for; the rest behind the second one.
             constexpr int first_part = 5;  // of eight
             float4 part[first_part];
-            const bool takes_sum = adds_earlier && !adds_later, early = takes_sum && exchanges_dq && !(flags & waits) && has_rows(rank());
+            const bool takes_sum = adds_earlier && !adds_later, early = takes_sum && exchanges_dq && !(flags & waits) && has_rows();
             const auto load_sum = [&](int half, int begin, int end) {
                 const float4* const sum = partial_of(row_block0 + block, half);
 #pragma unroll
@@ -765,7 +767,7 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
 #pragma unroll 1
             for (int turn = 0; turn < 2; ++turn) {
                 const int half = first_half ^ turn;
-                const bool goes_over = exchanges_dq && turn == 0, takes = takes_sum && !goes_over && has_rows(half);
+                const bool goes_over = exchanges_dq && turn == 0, takes = takes_sum && !goes_over && has_rows();
                 if ((flags & waits) && adds_earlier && (turn == 1) == exchanges_dq) {
                     ptx::mbarrier_wait(&shared.chain_full[chained % chain_stages], chained / chain_stages & 1);
                     ++chained;
@@ -794,8 +796,8 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
                 if (turn == 1 && ptx::lane_id() == 0) ptx::mbarrier_arrive(&shared.ds_empty[stage]);
 
                 if (goes_over) {
-                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(&shared.received_full, has_rows(half ^ 1) ? 4096 : 0);
-                    if (!has_rows(half)) continue;
+                    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(&shared.received_full, has_rows() ? 4096 : 0);
+                    if (!has_rows()) continue;
                     const uint32_t to = ptx::map_to_rank(shared.received + at, half), full = ptx::map_to_rank(&shared.received_full, half);
 #pragma unroll
                     for (int x = 0; x < 8; ++x) ptx::store_async(to + 512 * x, float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}, full);
@@ -825,7 +827,7 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
                     if (ptx::lane_id() == 0) ptx::mbarrier_arrive_at(ptx::map_to_rank(&shared.neighbour_ready, half ^ 1));
                 }
                 if (takes) add_sum(first_part, 8);
-                if (!has_rows(half)) continue;
+                if (!has_rows()) continue;
                 if (adds_later) {
                     const auto values = [&](int x) { return float4{dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]}; };
                     if (adds_earlier) {
