@@ -731,7 +731,7 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
         const auto uniform = [](int x) { return __shfl_sync(~0u, x, 0); };
         const int row_block0 = uniform(s.block), earlier_end = uniform(s.earlier_end), later_begin = uniform(s.later_begin);
         // In registers what a step needs: a load from shared memory takes 150 cycles beside the consumers' products.
-        const int rows_end = min(uniform(s.q_len), p.o_rows - uniform(s.q_row)), own_end = rows_end - 16 * warp;
+        const int rows_end = min(uniform(s.q_len), p.o_rows - uniform(s.q_row)), own_end = warp == 0 ? 0x7FFFFFFF : rows_end - 16 * warp;
         char* const dq_rows = static_cast<char*>(p.dq) + uniform(s.q_row) * p.dq_row_bytes + uniform(s.head) * p.dq_head_bytes;
         int block = uniform(s.hi) - 1;
         const int lo = uniform(s.lo);  // at head_dim 64 there is no register for it
@@ -741,9 +741,9 @@ __device__ void sum_query_gradients(SharedMemory& shared, const JfaBackwardParam
         for (; remains(); --block, ++step) {
             const int stage = stage_of(step);
             const bool adds_earlier = is_broadcast(p) || block < earlier_end, adds_later = is_broadcast(p) || block >= later_begin;
-            // Of a sequence's last block a warp may have no rows: then it multiplies with the others, and nothing comes or leaves. The first warp has
-            // some, and so nobody is done with an exchange before the neighbour has sent its part of it. (Of halves of the rows, at head_dim 64, one
-            // may be empty: there all are moved.)
+            // Of a sequence's last block a warp may have no rows: then it multiplies with the others, and nothing comes or leaves. Never the first warp,
+            // also where the call has no rows of the block at all: else an exchange could be done before the neighbour has sent its part of it, and
+            // one further on be waited for with the wrong parity. (At head_dim 64 the halves are rows, and everything is moved.)
             const auto has_rows = [&] { return q_tile == 128 || block * q_tile < own_end; };
             // What passes before have added, the last one takes along. The L2 answers after 2,000 cycles: what of it the registers hold is asked for ahead of
             // both products, unless others' share is still waited for; the rest behind the second one.

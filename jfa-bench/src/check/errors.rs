@@ -25,6 +25,7 @@ pub fn cases(c: &mut Collector, dtype: DType, dim: i64) {
     problems(c, dtype, dim);
     layouts(c, dtype, dim);
     device_offsets(c, dtype, dim);
+    rows_past_the_call(c, dtype, dim);
     calls(c, dtype, dim);
 }
 
@@ -331,6 +332,62 @@ fn device_offsets(c: &mut Collector, dtype: DType, dim: i64) {
             })
         });
     }
+}
+
+/// Offsets that the plan has room for and this call has not: the rows past those of the call are nobody's. Sequences have
+/// several tiles of keys, so that whoever works on one together must be done with rows that are not there.
+fn rows_past_the_call(c: &mut Collector, dtype: DType, dim: i64) {
+    const ROWS: i64 = 300;
+    c.add("7", true, "device-offsets/past-the-call", move |x| {
+        if x.backend.capabilities().memory_space == MemorySpace::Host {
+            return Ok(Outcome::Skipped("in host memory such offsets are an error".to_owned()));
+        }
+        let s = Scenario::new(dtype, dim, &[330, 400]).with(|s| s.placement = Placement::TIGHT);
+        if let Some(reason) = x.lacks(&s)? {
+            return Ok(Outcome::Skipped(reason));
+        }
+        let e = Execution::new(&x.backend, &x.memory, &s, &s.inputs(), Poison::Nan)?;
+        let call = |workspace| Call { layout: &e.layout, schedule: e.schedule(), workspace, stream: x.memory.stream() };
+        let mut forward = e.forward_args();
+        for view in [&mut forward.q, &mut forward.k, &mut forward.v, &mut forward.o] {
+            view.rows = ROWS;
+        }
+        forward.lse.rows = ROWS;
+        let mut backward = e.backward_args();
+        (backward.q, backward.k, backward.v, backward.o) = (forward.q, forward.k, forward.v, forward.o);
+        for view in [&mut backward.d_o, &mut backward.dq, &mut backward.dk, &mut backward.dv] {
+            view.rows = ROWS;
+        }
+        backward.lse = forward.lse;
+        // SAFETY: the views are the first rows of `e`'s, which live; what the offsets say beyond them must not be touched.
+        let passes = e
+            .build_schedule()
+            .and_then(|()| unsafe { e.plan().forward(&call(e.forward_workspace()), &forward) })
+            .and_then(|()| {
+                if !x.backend.capabilities().backward {
+                    return Ok(());
+                }
+                unsafe { e.plan().backward(&call(e.backward_workspace()), &backward) }
+            })
+            .and_then(|()| x.memory.synchronize());
+        let mut wrong = Vec::new();
+        // With JFA_VALIDATE=1 these are errors; without it they are not, and both are right.
+        if let Err(error @ jfa_core::Error::Device { .. }) = passes {
+            wrong.push(format!("the device failed: {error}"));
+        }
+        wrong.extend(e.writes_outside_outputs()?);
+        let outputs = e.outputs()?;
+        for (name, sequences) in [("o", &outputs.o), ("dq", &outputs.dq), ("dk", &outputs.dk), ("dv", &outputs.dv)] {
+            if !sequences[1].iter().all(|v| v.is_nan()) {
+                wrong.push(format!("{name} past row {ROWS} was written"));
+            }
+        }
+        Ok(if wrong.is_empty() {
+            Outcome::Passed(format!("nothing past row {ROWS} changed"))
+        } else {
+            Outcome::Failed(wrong)
+        })
+    });
 }
 
 fn shifted(data: DataPtr, bytes: usize) -> DataPtr {
