@@ -367,6 +367,7 @@ fn rows_past_the_call(c: &mut Collector, dtype: DType, dim: i64) {
                 if !x.backend.capabilities().backward {
                     return Ok(());
                 }
+                // SAFETY: as for the forward.
                 unsafe { e.plan().backward(&call(e.backward_workspace()), &backward) }
             })
             .and_then(|()| x.memory.synchronize());
